@@ -1,0 +1,50 @@
+"""Which ring this code runs on."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+
+from slackring.errors import RingError
+from slackring.ring.base import Ring
+from slackring.ring.horovod import HorovodRing, launched_by_horovodrun
+from slackring.ring.single import SingleRing
+
+__all__ = ["current", "ring"]
+
+current: ContextVar[Ring | None] = ContextVar("slackring_ring", default=None)
+_process_ring: Ring | None = None
+
+
+def ring() -> Ring:
+    """Return the ambient ring, so that a script can be written once for all.
+
+    Returns
+    -------
+    Ring
+        The virtual one inside :meth:`VirtualCluster.run`, Horovod's when ``hvd`` is initialised, else a ring of one.
+
+    Raises
+    ------
+    RingError
+        In one of several Horovod processes before ``hvd.init()``, where a ring of one would train alone in silence.
+
+    Examples
+    --------
+    >>> ring().size
+    1
+    """
+    global _process_ring
+    ambient = current.get()
+    if ambient is not None:
+        return ambient
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized():
+        if _process_ring is None or (_process_ring.rank, _process_ring.size) != (hvd.rank(), hvd.size()):
+            _process_ring = HorovodRing()
+        return _process_ring
+    if launched_by_horovodrun():
+        raise RingError("this process is one of several Horovod ranks, but Horovod is not initialised; call hvd.init() first.")
+    if _process_ring is None or _process_ring.kind != "single":
+        _process_ring = SingleRing()
+    return _process_ring

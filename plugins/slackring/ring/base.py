@@ -1,0 +1,160 @@
+"""The one seam to the network: what a rank can ask of the ring it sits on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Clock", "Flight", "Pace", "Ring"]
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Time as a rank sees it: the machine's, or a virtual one."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary origin that all ranks of one machine share."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Let `seconds` pass on this rank; zero or less returns at once."""
+        ...
+
+
+class Pace(Protocol):
+    """What makes a local step longer than its computing: a step time to fill up, a straggler."""
+
+    def __call__(self, clock: Clock, rank: int, step: int, started: float | None) -> float:
+        """Let the rest of local step `step` pass.
+
+        Parameters
+        ----------
+        clock
+            The rank's clock.
+        rank, step
+            Which local step of which rank, both from 0.
+        started
+            When the step's computing began, in the clock's seconds; None if that is not known (the first step).
+
+        Returns
+        -------
+        float
+            The seconds that were injected.
+        """
+        ...
+
+
+class Flight(ABC):
+    """One round on its way: tensors are sent into it, it is sealed, and once done every tensor holds its sum over ranks."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor) -> None:
+        """Start summing `tensor` over all ranks, in place.
+
+        Every rank sends the same tensors (shape, dtype) in the same order. The ring owns the memory until the round is done.
+        """
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Say that this rank has sent everything; this is the moment of its launch."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether every tensor holds its sum; never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the round is done.
+
+        Raises
+        ------
+        RingError
+            If the round can no longer complete.
+        """
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """Compute what is the same on every rank of the round; rings that hold all ranks compute it for all at once."""
+        return compute()
+
+
+class Ring(ABC):
+    """A rank's place on a ring of `size` ranks.
+
+    Attributes
+    ----------
+    rank, size : int
+        As in Horovod.
+    clock : Clock
+        The rank's clock.
+    pace : Pace or None
+        What is injected into local steps; the optimizer calls it once a local step.
+    kind : str
+        "horovod", "virtual" or "single".
+    """
+
+    rank: int
+    size: int
+    clock: Clock
+    pace: Pace | None = None
+    kind: str
+
+    def __init__(self) -> None:
+        self._before_collective: list[Callable[[], object]] = []
+
+    @abstractmethod
+    def open(self, name: str) -> Flight:
+        """Open a round; `name` is the same on all ranks and not in flight already."""
+
+    @abstractmethod
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Collect every rank's bytes on every rank, by rank; blocking."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """Copy of `root`'s tensor."""
+
+    def before_collective(self, callback: Callable[[], object]) -> None:
+        """Have `callback` run before every collective of the user's own, so that no round is in flight beside it."""
+        self._before_collective.append(callback)
+
+    def allreduce(self, tensor: Tensor, *, average: bool = True) -> Tensor:
+        """Sum or average a tensor over all ranks; rounds in flight are drained first.
+
+        Parameters
+        ----------
+        tensor
+            Any shape; floating for an average. Same shape and dtype on all ranks.
+        average
+            Divide the sum by the number of ranks.
+
+        Returns
+        -------
+        Tensor
+            A new tensor, the same bits on every rank.
+        """
+        self._drain()
+        total = tensor.detach().clone()
+        flight = self.open("slackring.user")
+        flight.send(total)
+        flight.seal()
+        flight.wait()
+        return total.div_(self.size) if average else total
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Copy the tensor of rank `root` to every rank; rounds in flight are drained first."""
+        self._drain()
+        return self._broadcast(tensor, root)
+
+    def barrier(self) -> None:
+        """Wait for every rank; rounds in flight are drained first."""
+        self._drain()
+        self.gather(b"", "slackring.barrier")
+
+    def _drain(self) -> None:
+        for callback in self._before_collective:
+            callback()

@@ -1,0 +1,58 @@
+"""Rules as text: ``losp:k_max=64`` and back."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from slackring.errors import RuleError
+from slackring.rules.base import Rule
+from slackring.rules.named import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed
+from slackring.spec import parse
+
+__all__ = ["parse_rule", "parse_rules", "rules"]
+
+_GROUP = "slackring.rules"
+
+
+def rules() -> dict[str, type[Rule]]:
+    """All rules by text name: the built-in ones, and those announced by entry points in the group ``slackring.rules``."""
+    found: dict[str, type[Rule]] = {rule.name: rule for rule in (BSP, LocalSGD, OSP, LOSP, CoCoD, Relaxed)}
+    for point in entry_points(group=_GROUP):
+        found.setdefault(point.name, point.load())
+    return found
+
+
+def parse_rule(text: str | Rule) -> Rule:
+    """Read a rule from its text; a rule is returned as it is.
+
+    Raises
+    ------
+    RuleError
+        For an unknown rule or option (with the nearest valid name), a malformed value or an impossible combination.
+
+    Examples
+    --------
+    >>> parse_rule("losp:k_max=16,compensation=0.75")
+    LOSP(k_min=1, k_max=16, weighting='steps', compensation=0.75)
+    """
+    return text if isinstance(text, Rule) else parse(text, rules(), kind="rule", error=RuleError)
+
+
+def parse_rules(text: str) -> list[Rule]:
+    """Read several rules, joined by commas.
+
+    Examples
+    --------
+    >>> [str(rule) for rule in parse_rules("bsp,losp:k_min=2,k_max=16,osp")]
+    ['bsp', 'losp:k_min=2,k_max=16', 'osp']
+    """
+    texts: list[str] = []
+    for part in text.split(","):
+        # "key=value" goes on with the rule before it; "name" and "name:key=value" start a new one.
+        if texts and "=" in part and ":" not in part:
+            texts[-1] += f",{part}"
+        elif part.strip():
+            texts.append(part.strip())
+    if not texts:
+        raise RuleError("no rule is named; give at least one, such as 'bsp' or 'losp'.")
+    return [parse_rule(item) for item in texts]
