@@ -21,7 +21,7 @@ help:
 
 # Horovod compiles while pip installs the rest. (The second make is what allows two jobs, whatever -j the first one had.)
 setup:
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.horovod $(VENV)/.package
+	@$(MAKE) --silent --no-print-directory -j2 $(VENV)/.horovod $(VENV)/.package
 
 # The base: all that Horovod is built against, and nothing else, so that its build can start early.
 $(VENV)/.base: $(CONFIG)/constraints.txt $(HOROVOD)/requirements.txt

@@ -308,7 +308,8 @@ def apply_edits(source: Path, standard: int, edits: Iterable[Edit] = EDITS) -> N
 
 def environment(build: Build, jobs: int) -> dict[str, str]:
     """Give the environment that the build runs in."""
-    kept = ("HOROVOD_CMAKE",)  # what else the user's shell says about Horovod would make another build than the key tells
+    # What else the user's shell says about Horovod would make another build than the key tells.
+    kept = ("HOROVOD_CMAKE",)
     result = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("HOROVOD_")}
     forced = " ".join(f"-include {name}" for name in FORCED_HEADERS)
     result |= build.flags
@@ -499,7 +500,7 @@ def run(jobs: int) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BuildError(f"cannot write to {cache}: {error.strerror}. Set XDG_CACHE_HOME to a folder of yours") from error
+        raise BuildError(f"cannot write to {cache} ({error.strerror}): set XDG_CACHE_HOME to another folder") from error
     install_requirements()
     wheel = cached_wheel(build, cache)
     if wheel is not None:
