@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextvars import ContextVar
 
 from slackring.errors import RingError
 from slackring.ring.base import Ring
-from slackring.ring.horovod import HorovodRing, launched_by_horovodrun
 from slackring.ring.single import SingleRing
 
-__all__ = ["current", "ring"]
+__all__ = ["current", "launched_by_horovodrun", "ring"]
 
 current: ContextVar[Ring | None] = ContextVar("slackring_ring", default=None)
 _process_ring: Ring | None = None
+
+
+def launched_by_horovodrun() -> bool:
+    """Whether this process is one of several ranks that a Horovod launcher started."""
+    return int(os.environ.get("HOROVOD_SIZE", "1")) > 1
 
 
 def ring() -> Ring:
@@ -41,6 +46,8 @@ def ring() -> Ring:
     hvd = sys.modules.get("horovod.torch")
     if hvd is not None and hvd.is_initialized():
         if _process_ring is None or (_process_ring.rank, _process_ring.size) != (hvd.rank(), hvd.size()):
+            from slackring.ring.horovod import HorovodRing  # needs torch and Horovod
+
             _process_ring = HorovodRing()
         return _process_ring
     if launched_by_horovodrun():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from slackring.ring.single import MachineClock
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HorovodRing", "import_horovod", "launched_by_horovodrun"]
+__all__ = ["HorovodRing", "import_horovod"]
 
 log = logging.getLogger("slackring")
 
@@ -41,11 +40,6 @@ def import_horovod() -> Any:
             "build it for this torch with: python cluster_configs/horovod/build.py"
         ) from exc
     return hvd
-
-
-def launched_by_horovodrun() -> bool:
-    """Whether this process is one of several ranks that a Horovod launcher started."""
-    return int(os.environ.get("HOROVOD_SIZE", "1")) > 1
 
 
 class _HorovodFlight(Flight):

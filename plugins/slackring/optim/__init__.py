@@ -1,0 +1,1 @@
+"""The optimizer: flat buffers, windows, rounds."""

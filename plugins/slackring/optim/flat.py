@@ -1,0 +1,163 @@
+"""Tensors laid out in flat buffers, one a dtype and device, so that a round sends few large tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["FlatBuffers", "FlatSpace", "digest"]
+
+_DIGEST_ELEMENTS = 1 << 16
+_DIGEST_MASK = (1 << 52) - 1  # what a double can carry exactly
+
+
+class FlatSpace:
+    """Where each tensor of a list lies in flat buffers.
+
+    Parameters
+    ----------
+    tensors
+        The tensors whose shapes, dtypes and devices decide the layout; they lie in the buffers in this order.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            self._members.setdefault((tensor.dtype, tensor.device), []).append(index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one set of buffers."""
+        return sum(
+            dtype.itemsize * sum(self._shapes[i].numel() for i in members) for (dtype, _), members in self._members.items()
+        )
+
+    def new(self) -> FlatBuffers:
+        """Make a set of buffers, filled with zeros."""
+        flats, views = [], [torch.empty(0)] * len(self._shapes)
+        for (dtype, device), members in self._members.items():
+            sizes = [self._shapes[i].numel() for i in members]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            flats.append(flat)
+            for index, part in zip(members, flat.split(sizes), strict=True):
+                views[index] = part.view(self._shapes[index])
+        return FlatBuffers(flats, views)
+
+    def slices(self, limit: int) -> list[tuple[int, int, int, list[int]]]:
+        """Cut the buffers into buckets of at most `limit` bytes (a tensor is never cut).
+
+        Returns
+        -------
+        list of (int, int, int, list of int)
+            Which buffer, first and past-the-last element in it, and the indices of the tensors inside.
+        """
+        buckets: list[tuple[int, int, int, list[int]]] = []
+        for which, ((dtype, _), members) in enumerate(self._members.items()):
+            start = stop = 0
+            inside: list[int] = []
+            for index in members:
+                size = self._shapes[index].numel()
+                if inside and (stop + size - start) * dtype.itemsize > limit:
+                    buckets.append((which, start, stop, inside))
+                    start, inside = stop, []
+                stop += size
+                inside.append(index)
+            if inside:
+                buckets.append((which, start, stop, inside))
+        return buckets
+
+
+class FlatBuffers:
+    """One set of flat buffers, and a view of each tensor's place in them.
+
+    Attributes
+    ----------
+    flats : list of Tensor
+        1-d, one a dtype and device.
+    views : list of Tensor
+        In the order and with the shapes of the tensors.
+    """
+
+    def __init__(self, flats: list[Tensor], views: list[Tensor]) -> None:
+        self.flats, self.views = flats, views
+
+    def load(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors in."""
+        if tensors:
+            torch._foreach_copy_(self.views, tensors)
+
+    def store(self, tensors: Sequence[Tensor]) -> None:
+        """Copy into the tensors."""
+        if tensors:
+            torch._foreach_copy_(tensors, self.views)
+
+    def copy_(self, other: FlatBuffers) -> None:
+        """Copy another set."""
+        for mine, theirs in zip(self.flats, other.flats, strict=True):
+            mine.copy_(theirs)
+
+    def add_(self, other: FlatBuffers, scale: float = 1.0) -> None:
+        """Add `scale` times another set."""
+        for mine, theirs in zip(self.flats, other.flats, strict=True):
+            mine.add_(theirs, alpha=scale)
+
+    def mul_(self, factor: float) -> None:
+        """Multiply by a number; by 1 it costs nothing."""
+        if factor != 1:
+            for flat in self.flats:
+                flat.mul_(factor)
+
+    def div_(self, divisor: float) -> None:
+        """Divide by a number; by 1 it costs nothing."""
+        if divisor != 1:
+            for flat in self.flats:
+                flat.div_(divisor)
+
+    def zero_(self) -> None:
+        """Fill with zeros."""
+        for flat in self.flats:
+            flat.zero_()
+
+    def dot(self, other: FlatBuffers) -> float:
+        """Inner product of two sets."""
+        return sum(float(torch.dot(mine, theirs)) for mine, theirs in zip(self.flats, other.flats, strict=True))
+
+    def not_finite(self) -> int | None:
+        """Index of the first tensor with an element that is not a finite number; None if there is none."""
+        # The largest magnitude is finite exactly if all elements are, and needs no temporary of the buffer's size.
+        if all(_is_finite(flat) for flat in self.flats):
+            return None
+        return next(index for index, view in enumerate(self.views) if not _is_finite(view))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
+
+
+def digest(tensors: Sequence[Tensor], turn: int | None = None) -> float:
+    """Sum of the tensors' bits, as a whole number that a double carries exactly.
+
+    Parameters
+    ----------
+    tensors
+        Floating tensors.
+    turn
+        Look only at the turn-th piece of 65,536 elements, counted cyclically over all tensors, which bounds the cost; None looks
+        at everything.
+
+    Examples
+    --------
+    >>> digest([torch.zeros(3)]), digest([torch.zeros(3)]) == digest([torch.full((3,), 1e-30)])
+    (0.0, False)
+    """
+    pieces = [(tensor, at) for tensor in tensors for at in range(0, tensor.numel(), _DIGEST_ELEMENTS)]
+    if turn is not None and pieces:
+        pieces = [pieces[turn % len(pieces)]]
+    total = 0
+    for tensor, at in pieces:
+        flat = tensor.detach().reshape(-1)[at : at + _DIGEST_ELEMENTS].contiguous()
+        total += int(flat.view(torch.int64 if flat.dtype == torch.float64 else torch.int32).sum(dtype=torch.int64))
+    return float(total & _DIGEST_MASK)

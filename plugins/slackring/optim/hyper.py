@@ -1,0 +1,67 @@
+"""An optimizer's numeric hyper-parameters as one vector, so that ranks can use those of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch.optim import Optimizer
+
+__all__ = ["HyperParameters"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class HyperParameters:
+    """Reads and sets the numbers in an optimizer's parameter groups (lr, momentum, betas, ...).
+
+    Parameters
+    ----------
+    optimizer
+        Its groups may change values later, not their keys.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._places: list[tuple[int, str, int | None]] = []
+        for at, group in enumerate(self._groups):
+            for key, value in group.items():
+                if key == "lr" or _is_number(value):  # lr may be a tensor
+                    self._places.append((at, key, None))
+                elif isinstance(value, tuple) and all(map(_is_number, value)):
+                    self._places.extend((at, key, position) for position in range(len(value)))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self) -> list[float]:
+        """The numbers, in a fixed order."""
+        return [
+            float(self._groups[at][key] if position is None else self._groups[at][key][position])
+            for at, key, position in self._places
+        ]
+
+    @contextmanager
+    def using(self, numbers: NDArray[np.float64]) -> Iterator[None]:
+        """Have the optimizer use other numbers for a while; those that are equal are left alone."""
+        saved = []
+        for (at, key, position), mine, theirs in zip(self._places, self.read(), numbers.tolist(), strict=True):
+            if mine != theirs:
+                group = self._groups[at]
+                saved.append((group, key, group[key]))
+                if position is None:
+                    group[key] = theirs
+                else:
+                    group[key] = (*group[key][:position], theirs, *group[key][position + 1 :])
+        try:
+            yield
+        finally:
+            for group, key, value in reversed(saved):
+                group[key] = value

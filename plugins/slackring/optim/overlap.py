@@ -1,0 +1,139 @@
+"""Sends gradients in buckets while the backward pass still runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slackring.errors import UnsupportedError
+from slackring.optim.flat import FlatBuffers
+from slackring.ring.base import Flight
+
+__all__ = ["BackwardOverlap"]
+
+log = logging.getLogger("slackring")
+
+
+class BackwardOverlap:
+    """Copies each gradient into its bucket when it appears, and sends a bucket once it and those before it are full.
+
+    The gradients are copied, since clipping and unscaling may write to ``.grad`` afterwards. If what was sent turns out not
+    to be the step's gradient (another number of samples, a second backward pass, gradients changed since), the round is
+    reduced again.
+
+    Parameters
+    ----------
+    parameters
+        In the order of the flat buffers.
+    buckets
+        As :meth:`FlatSpace.slices` gives them.
+    take
+        Gives flat buffers to fill.
+    open_flight
+        Opens the round.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buckets: Sequence[tuple[int, int, int, list[int]]],
+        take: Callable[[], FlatBuffers],
+        open_flight: Callable[[], Flight],
+    ) -> None:
+        self._parameters, self._buckets, self._take, self._open_flight = parameters, buckets, take, open_flight
+        self._bucket_of = [0] * len(parameters)
+        for bucket, (*_, members) in enumerate(buckets):
+            for index in members:
+                self._bucket_of[index] = bucket
+        self._armed, self._usable = False, True
+        self._samples = 1.0
+        self._flight: Flight | None = None
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_ready, index))
+
+    @property
+    def active(self) -> bool:
+        """Whether a backward pass has begun to send this step's gradients."""
+        return self._flight is not None
+
+    def arm(self, samples: float) -> None:
+        """Send during the next backward pass, which is assumed to have `samples` samples."""
+        self._armed, self._samples = self._usable, samples
+
+    def disable(self) -> None:
+        """Never send during a backward pass again."""
+        self._usable = self._armed = False
+
+    def complete(self, samples: float) -> tuple[FlatBuffers, Flight, list[bool], bool]:
+        """Send what the backward pass left over.
+
+        Returns
+        -------
+        buffers, flight
+            What was sent, and in which round.
+        present : list of bool
+            Whether each parameter has a gradient.
+        again : bool
+            Whether the round must be reduced again.
+        """
+        flight, self._flight, self._armed = self._flight, None, False
+        if flight is None:
+            raise RuntimeError("complete() without an active backward pass")
+        again = self._repeated or samples != self._samples or self._probe[0].grad is None
+        again = again or self._probe[0].grad._version != self._probe[1]  # type: ignore[union-attr]
+        if self._repeated or (again and samples == self._samples):
+            log.warning(
+                "gradients changed between their backward pass and step(), so the round is reduced again and communication no "
+                "longer overlaps the backward pass; call step() after every backward pass (bsp:accumulate=k averages every k "
+                "of them) and clip with max_grad_norm=."
+            )
+            self.disable()
+        present = self._fired
+        if not all(present):
+            with torch.no_grad():
+                for index, parameter in enumerate(self._parameters):
+                    if not present[index]:
+                        grad = parameter.grad
+                        if grad is not None:
+                            torch.mul(grad, samples, out=self._buffers.views[index])
+                            present[index] = True
+                        else:
+                            self._buffers.views[index].zero_()
+        for which, start, stop, _ in self._buckets[self._next :]:
+            flight.send(self._buffers.flats[which][start:stop])
+        return self._buffers, flight, present, again
+
+    def _begin(self) -> None:
+        self._flight, self._buffers = self._open_flight(), self._take()
+        self._fired = [False] * len(self._parameters)
+        self._left = [len(members) for *_, members in self._buckets]
+        self._next = 0
+        self._repeated = False
+
+    def _gradient_is_ready(self, index: int, parameter: Tensor) -> None:
+        if not self._armed or parameter.grad is None:
+            return
+        if self._flight is None:
+            self._begin()
+        if self._fired[index]:
+            self._repeated = True
+            return
+        grad = parameter.grad
+        if grad.layout != torch.strided:
+            raise UnsupportedError("sparse gradients cannot be averaged here; build the embedding with sparse=False.")
+        with torch.no_grad():
+            torch.mul(grad, self._samples, out=self._buffers.views[index])
+        self._fired[index] = True
+        # Whoever clips or unscales writes to every gradient, so watching one of them is enough.
+        self._probe = (parameter, grad._version)
+        self._left[self._bucket_of[index]] -= 1
+        while self._next < len(self._buckets) and self._left[self._next] == 0:
+            which, start, stop, _ = self._buckets[self._next]
+            assert self._flight is not None
+            self._flight.send(self._buffers.flats[which][start:stop])
+            self._next += 1

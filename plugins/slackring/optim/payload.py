@@ -1,0 +1,168 @@
+"""What a window gathers, sends and merges: parameter deltas, or sums of gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slackring.optim.control import Landed
+from slackring.optim.flat import FlatBuffers, FlatSpace, digest
+from slackring.ring.base import Flight
+from slackring.rules import Rule
+from slackring.rules.weighting import delta_divisor, delta_factor
+
+__all__ = ["Contribution", "DeltaPayload", "Payload"]
+
+
+@dataclass
+class Contribution:
+    """What one window sends.
+
+    Attributes
+    ----------
+    tensors
+        In the order in which they are sent.
+    buffers
+        The memory behind them, given back to the payload when the round has landed.
+    flight
+        The round in which the tensors are on their way already, if they were sent during the backward pass.
+    own
+        A copy of the own delta, where the rule needs it after the sum has overwritten it.
+    present
+        For gradients: whether each parameter has one on this rank.
+    culprit
+        None, or the index of a parameter that was not finite, so that zeros are sent.
+    unscaled
+        A single micro-batch on a ring of one: its gradient is its own average, to the bit.
+    again
+        What was sent during the backward pass is not this step's gradient: the round must be reduced again.
+    """
+
+    tensors: list[Tensor]
+    buffers: FlatBuffers
+    flight: Flight | None = None
+    own: FlatBuffers | None = None
+    present: list[bool] | None = None
+    culprit: int | None = None
+    unscaled: bool = False
+    again: bool = False
+
+
+class Payload(ABC):
+    """The part of a rule that touches tensors."""
+
+    compensation: float = 0.0
+    nbytes: int
+
+    @abstractmethod
+    def pack(self, steps: int, samples: float) -> Contribution:
+        """Close the window: make its contribution, and move the local model to where the next window starts."""
+
+    @abstractmethod
+    def land(self, contribution: Contribution, landed: Landed) -> None:
+        """Take in the sum over ranks."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """With nothing in flight, make the local model the anchor."""
+
+    @abstractmethod
+    def anchor(self) -> Sequence[Tensor] | None:
+        """The anchor's tensors in the parameters' order; None if the model is the anchor."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """With nothing in flight, make the local model the new anchor."""
+
+    @abstractmethod
+    def digest(self, turn: int) -> float:
+        """Digest of a piece of the anchor."""
+
+
+class DeltaPayload(Payload):
+    """Parameter deltas: the optimizer steps locally, and the differences to the window's start are averaged.
+
+    Beside the model it holds the anchor, the window's start (if rounds overlap) and one buffer a round in flight; "auto"
+    compensation, and a compensation with a staleness above 1, add a copy of each own delta in flight.
+
+    Parameters
+    ----------
+    rule
+        Gives staleness, weighting and compensation.
+    parameters
+        The model's parameters, detached.
+    """
+
+    def __init__(self, rule: Rule, parameters: Sequence[Tensor]) -> None:
+        self._rule, self._parameters = rule, parameters
+        space = FlatSpace(parameters)
+        self._new, self.nbytes = space.new, space.nbytes
+        self._anchor = space.new()
+        self._start = space.new() if rule.staleness else self._anchor
+        self._free: list[FlatBuffers] = []
+        self._own: deque[FlatBuffers] = deque()
+        self._keeps_own = rule.compensation == "auto" or (rule.staleness > 1 and rule.compensation != 0)
+        # Before anything has been measured, own progress is the best guess of everyone's.
+        self.compensation = 1.0 if rule.compensation == "auto" else float(rule.compensation)
+        self.reset()
+
+    def pack(self, steps: int, samples: float) -> Contribution:
+        delta = self._free.pop() if self._free else self._new()
+        culprit = None
+        if steps:
+            delta.load(self._parameters)
+            delta.add_(self._start, -1.0)
+            culprit = delta.not_finite()
+        if not steps or culprit is not None:
+            delta.zero_()
+        own = None
+        if self._keeps_own:
+            own = self._new()
+            own.copy_(delta)
+        if self._rule.staleness:
+            self._start.copy_(self._anchor)
+            if self.compensation:
+                self._start.add_(delta, self.compensation)
+                for earlier in self._own:
+                    self._start.add_(earlier, self.compensation)
+            self._start.store(self._parameters)
+            if own is not None:
+                self._own.append(own)
+        delta.mul_(delta_factor(self._rule.weighting, steps, samples))
+        return Contribution(list(delta.flats), delta, own=own, culprit=culprit)
+
+    def land(self, contribution: Contribution, landed: Landed) -> None:
+        average = contribution.buffers
+        average.div_(delta_divisor(self._rule.weighting, landed.totals))
+        self._anchor.add_(average)
+        if contribution.own is not None:
+            self._own.popleft()
+            if self._rule.compensation == "auto":
+                norm = contribution.own.dot(contribution.own)
+                if norm > 0:
+                    self.compensation = min(max(average.dot(contribution.own) / norm, 0.0), 1.0)
+        self._free.append(average)
+        if not self._rule.staleness:
+            self._anchor.store(self._parameters)
+
+    def settle(self) -> None:
+        self._anchor.store(self._parameters)
+        if self._start is not self._anchor:
+            self._start.copy_(self._anchor)
+
+    def anchor(self) -> Sequence[Tensor]:
+        return self._anchor.views
+
+    def reset(self) -> None:
+        self._anchor.load(self._parameters)
+        if self._start is not self._anchor:
+            self._start.copy_(self._anchor)
+
+    def digest(self, turn: int) -> float:
+        return digest(self._anchor.flats, turn)
+
+

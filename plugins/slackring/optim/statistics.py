@@ -1,0 +1,59 @@
+"""Averaged model buffers, such as BatchNorm's running statistics; they live beside the anchor."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from slackring.optim.flat import FlatBuffers, FlatSpace
+from slackring.rules.weighting import Totals
+
+__all__ = ["AveragedBuffers"]
+
+
+class AveragedBuffers:
+    """Averages the model's floating buffers over the ranks that contribute to a round.
+
+    Parameters
+    ----------
+    buffers
+        The model's floating buffers; integer ones (step counts) are a rank's own.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._model = buffers
+        space = FlatSpace(buffers)
+        self._new, self.nbytes = space.new, space.nbytes
+        self._average = space.new()
+        self._average.load(buffers)
+        self._in_flight: deque[FlatBuffers] = deque()
+        self._free: list[FlatBuffers] = []
+
+    def pack(self, contributes: bool) -> list[Tensor]:
+        """What this rank sends: its buffers as they are now, or zeros."""
+        sent = self._free.pop() if self._free else self._new()
+        if contributes:
+            sent.load(self._model)
+        else:
+            sent.zero_()
+        self._in_flight.append(sent)
+        return sent.flats
+
+    def land(self, totals: Totals) -> None:
+        """Take in the oldest round's sum."""
+        total = self._in_flight.popleft()
+        if totals.contributors:
+            total.div_(totals.contributors)
+            self._average.copy_(total)
+        self._free.append(total)
+
+    def settle(self) -> None:
+        """Put the average into the model."""
+        self._average.store(self._model)
+
+    @property
+    def average(self) -> Sequence[Tensor]:
+        """The averages, in the order of the model's buffers."""
+        return self._average.views

@@ -1,0 +1,1 @@
+"""How a contribution travels: Horovod (Gloo, NCCL), virtual, single."""
