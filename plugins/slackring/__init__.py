@@ -14,7 +14,7 @@ from slackring._version import __version__
 from slackring.ring.ambient import ring
 
 if TYPE_CHECKING:
-    from slackring import rules, stragglers, testing
+    from slackring import rules, stragglers
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
@@ -24,36 +24,49 @@ if TYPE_CHECKING:
     from slackring.rules import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed, Rule, parse_rule
 
 
-_HOME = {
-    "BSP": "rules",
-    "LOSP": "rules",
-    "OSP": "rules",
-    "CoCoD": "rules",
-    "LocalSGD": "rules",
-    "Relaxed": "rules",
-    "Rule": "rules",
-    "parse_rule": "rules",
-    "Budget": "optim.progress",
-    "Progress": "optim.progress",
-    "DistributedOptimizer": "optim.optimizer",
-    "RelaxedOptimizer": "optim.optimizer",
-    "Network": "ring.network",
-    "allreduce": "ring.collectives",
-    "barrier": "ring.collectives",
-    "broadcast": "ring.collectives",
-    "SlackringError": "errors",
-    "VirtualCluster": "cluster",
-}
-_MODULES = ("rules", "stragglers", "testing")
+__all__ = [
+    "BSP",
+    "LOSP",
+    "OSP",
+    "Budget",
+    "CoCoD",
+    "DistributedOptimizer",
+    "LocalSGD",
+    "Network",
+    "Progress",
+    "Relaxed",
+    "RelaxedOptimizer",
+    "Rule",
+    "SlackringError",
+    "VirtualCluster",
+    "__version__",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "parse_rule",
+    "ring",
+    "rules",
+    "stragglers",
+    "testing",
+]
 
-__all__ = [*_HOME, *_MODULES, "__version__", "ring"]
+_HOME = {
+    "rules": ("BSP", "LOSP", "OSP", "CoCoD", "LocalSGD", "Relaxed", "Rule", "parse_rule"),
+    "optim.optimizer": ("DistributedOptimizer", "RelaxedOptimizer"),
+    "optim.progress": ("Budget", "Progress"),
+    "ring.collectives": ("allreduce", "barrier", "broadcast"),
+    "ring.network": ("Network",),
+    "cluster": ("VirtualCluster",),
+    "errors": ("SlackringError",),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"slackring.{_HOME[name]}"), name)
-    if name in _MODULES:
+    if name in ("rules", "stragglers", "testing"):
         return import_module(f"slackring.{name}")
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"slackring.{module}"), name)
     raise AttributeError(f"module 'slackring' has no attribute {name!r}")
 
 

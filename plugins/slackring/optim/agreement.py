@@ -36,7 +36,9 @@ def agree(ring: Ring, facts: Mapping[str, object], name: str) -> None:
         odd = {rank: value for rank, value in enumerate(values) if value != usual}
         if odd:
             told = "; ".join(f"rank {rank} has {_short(value)}" for rank, value in odd.items())
-            raise AgreementError(f"ranks differ in {fact}: {told}, while most have {_short(usual)}; start every rank alike.")
+            raise AgreementError(
+                f"ranks differ in {fact}: {told}, while most have {_short(usual)}; start every rank alike."
+            )
 
 
 def _short(text: str) -> str:

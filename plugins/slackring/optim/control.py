@@ -182,6 +182,6 @@ class Landed:
         values, counts = np.unique(digests, return_counts=True)
         odd = np.flatnonzero(digests != values[counts.argmax()]).tolist()
         raise AgreementError(
-            f"round {index}: the anchor of rank {', '.join(map(str, odd))} differs from the other ranks'; parameters were changed "
-            "outside the optimizer (call optimizer.reset_anchor() on every rank after doing so) or memory is faulty."
+            f"round {index}: the anchor of rank {', '.join(map(str, odd))} differs from the other ranks'; "
+            "parameters were changed outside the optimizer (call optimizer.reset_anchor() on every rank after doing so) or memory is faulty."
         )

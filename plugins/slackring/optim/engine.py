@@ -401,7 +401,9 @@ class Engine:
         landed.check_anchor(oldest.index)
         if landed.non_finite and self.ring.rank == landed.lowest_training_rank:
             ranks = ", ".join(map(str, landed.non_finite))
-            log.warning("round %d: the contribution of rank %s was not finite and counts as empty.", oldest.index, ranks)
+            log.warning(
+                "round %d: the contribution of rank %s was not finite and counts as empty.", oldest.index, ranks
+            )
         self._payload.land(oldest.contribution, landed)
         if isinstance(self._payload, GradientPayload) and landed.totals.samples > 0 and not self._payload.ready:
             culprit = self._payload.own_culprit()
@@ -571,7 +573,9 @@ class Engine:
     def reset_anchor(self) -> None:
         """Make the model as it is now the anchor; on every rank, with the same parameters."""
         if self._in_flight or self._window.steps:
-            raise UnsupportedError("reset_anchor() needs all rounds landed; call optimizer.drain() before changing parameters.")
+            raise UnsupportedError(
+                "reset_anchor() needs all rounds landed; call optimizer.drain() before changing parameters."
+            )
         if self.started:
             self._payload.reset()
         self._probe = None
@@ -580,5 +584,7 @@ class Engine:
 def _positive(samples: float) -> float:
     samples = float(samples)
     if not 0 < samples < float("inf"):
-        raise UnsupportedError(f"samples= is the number of samples (or tokens) in the micro-batch, above 0, not {samples:g}.")
+        raise UnsupportedError(
+            f"samples= is the number of samples (or tokens) in the micro-batch, above 0, not {samples:g}."
+        )
     return samples

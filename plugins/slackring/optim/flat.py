@@ -32,7 +32,8 @@ class FlatSpace:
     def nbytes(self) -> int:
         """Bytes of one set of buffers."""
         return sum(
-            dtype.itemsize * sum(self._shapes[i].numel() for i in members) for (dtype, _), members in self._members.items()
+            dtype.itemsize * sum(self._shapes[i].numel() for i in members)
+            for (dtype, _), members in self._members.items()
         )
 
     def new(self) -> FlatBuffers:
@@ -42,7 +43,7 @@ class FlatSpace:
             sizes = [self._shapes[i].numel() for i in members]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
             flats.append(flat)
-            for index, part in zip(members, flat.split(sizes), strict=True):
+            for index, part in zip(members, torch.split(flat, sizes), strict=True):
                 views[index] = part.view(self._shapes[index])
         return FlatBuffers(flats, views)
 
@@ -84,12 +85,12 @@ class FlatBuffers:
     def __init__(self, flats: list[Tensor], views: list[Tensor]) -> None:
         self.flats, self.views = flats, views
 
-    def load(self, tensors: Sequence[Tensor]) -> None:
+    def load(self, tensors: list[Tensor]) -> None:
         """Copy the tensors in."""
         if tensors:
             torch._foreach_copy_(self.views, tensors)
 
-    def store(self, tensors: Sequence[Tensor]) -> None:
+    def store(self, tensors: list[Tensor]) -> None:
         """Copy into the tensors."""
         if tensors:
             torch._foreach_copy_(tensors, self.views)

@@ -49,7 +49,9 @@ class GradientPayload(Payload):
         self._weight: float | None = None  # of the window's only micro-batch so far, which is not scaled yet
         self._average: FlatBuffers | None = None
         self._average_present: list[bool] = []
-        self._overlap = BackwardOverlap(self._parameters, self._buckets, self._take, open_flight) if open_flight else None
+        self._overlap = (
+            BackwardOverlap(self._parameters, self._buckets, self._take, open_flight) if open_flight else None
+        )
 
     @property
     def ready(self) -> bool:
@@ -72,13 +74,13 @@ class GradientPayload(Payload):
             return  # they are on their way; `pack` completes them
         if samples <= 0:
             return
-        grads = [parameter.grad for parameter in self._parameters]
-        present = [index for index, grad in enumerate(grads) if grad is not None]
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        present = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         first = self._filling is None
         buffers = self._filling = self._filling or self._take()
         views = buffers.views
         with torch.no_grad():
-            if first and len(present) == len(grads):
+            if first and len(grads) == len(views):
                 self._refuse_sparse(grads)
                 torch._foreach_copy_(views, grads)
                 self._weight = samples
@@ -88,11 +90,12 @@ class GradientPayload(Payload):
                     buffers.zero_()
                 self._scale_first_micro_batch()
                 if present:
-                    torch._foreach_add_([views[i] for i in present], [grads[i] for i in present], alpha=samples)
+                    torch._foreach_add_([views[i] for i in present], grads, alpha=samples)
         for index in present:
             self._present[index] = True
 
     def pack(self, steps: int, samples: float) -> Contribution:
+        """Hand over the sum, or complete what the backward pass has begun to send."""
         overlap = self._overlap
         if overlap is not None and overlap.active:
             buffers, flight, present, again = overlap.complete(samples)
@@ -116,6 +119,7 @@ class GradientPayload(Payload):
         return Contribution(self._tensors(buffers), buffers, present=present, culprit=culprit, unscaled=unscaled)
 
     def land(self, contribution: Contribution, landed: Landed) -> None:
+        """Turn the sum over ranks into the average over samples, which then waits to be applied."""
         buffers, samples = contribution.buffers, landed.totals.samples
         self.discard(contribution)
         if samples <= 0:
@@ -168,6 +172,7 @@ class GradientPayload(Payload):
         """Nothing to do: the model is the anchor."""
 
     def digest(self, turn: int) -> float:
+        """Digest of a piece of the model."""
         return digest(self._model, turn)
 
     def _take(self) -> FlatBuffers:
@@ -182,6 +187,6 @@ class GradientPayload(Payload):
             self._weight = None
 
     @staticmethod
-    def _refuse_sparse(grads: Sequence[Tensor | None]) -> None:
-        if any(grad is not None and grad.layout != torch.strided for grad in grads):
+    def _refuse_sparse(grads: Sequence[Tensor]) -> None:
+        if any(grad.layout != torch.strided for grad in grads):
             raise UnsupportedError("sparse gradients cannot be averaged here; build the embedding with sparse=False.")

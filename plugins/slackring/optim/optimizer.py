@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,9 +142,7 @@ class RelaxedOptimizer(Optimizer):
 
     if TYPE_CHECKING:
 
-        def step(  # type: ignore[override]
-            self, closure: Callable[[], Any] | None = None, *, samples: float | None = None
-        ) -> Any:
+        def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
             """Take one local step."""
 
     @property
@@ -207,7 +204,9 @@ class RelaxedOptimizer(Optimizer):
 
     def skip_synchronize(self) -> None:
         """Not needed: refused."""
-        raise UnsupportedError("skip_synchronize() has no meaning here: call step() alone; clip averages with max_grad_norm=.")
+        raise UnsupportedError(
+            "skip_synchronize() has no meaning here: call step() alone; clip averages with max_grad_norm=."
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before wrapping only."""
@@ -218,12 +217,20 @@ class RelaxedOptimizer(Optimizer):
         return base.__new__, (base,), self.__getstate__()
 
 
-@cache
+_classes: dict[type, type[RelaxedOptimizer]] = {}
+
+
 def _relaxed(base: type[Optimizer]) -> type[RelaxedOptimizer]:
-    return type(f"Relaxed{base.__name__}", (RelaxedOptimizer, base), {"__doc__": RelaxedOptimizer.__doc__})
+    """The class that is both `base` and a `RelaxedOptimizer`; one a base, so that types compare equal."""
+    if base not in _classes:
+        attributes = {"__doc__": RelaxedOptimizer.__doc__}
+        _classes[base] = type(f"Relaxed{base.__name__}", (RelaxedOptimizer, base), attributes)
+    return _classes[base]
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take `samples` out of the arguments, evaluate a closure once, and hand the gradients to the engine."""
     assert isinstance(optimizer, RelaxedOptimizer)
     kwargs = dict(kwargs)
@@ -259,7 +266,9 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
     if isinstance(optimizer, RelaxedOptimizer):
         raise UnsupportedError("this optimizer follows a rule already; wrap a plain one.")
     if hasattr(optimizer, "_allreduce_delay") or hasattr(optimizer, "backward_passes_per_step"):
-        raise UnsupportedError("this optimizer is wrapped by Horovod already, which would average twice; wrap the plain one.")
+        raise UnsupportedError(
+            "this optimizer is wrapped by Horovod already, which would average twice; wrap the plain one."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates its closure a different number of times on each rank; use an optimizer that evaluates it once."

@@ -54,7 +54,8 @@ class BackwardOverlap:
         self._flight: Flight | None = None
         for index, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_ready, index))
+                hook = partial(self._gradient_is_ready, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def active(self) -> bool:
@@ -84,9 +85,10 @@ class BackwardOverlap:
         flight, self._flight, self._armed = self._flight, None, False
         if flight is None:
             raise RuntimeError("complete() without an active backward pass")
-        again = self._repeated or samples != self._samples or self._probe[0].grad is None
-        again = again or self._probe[0].grad._version != self._probe[1]  # type: ignore[union-attr]
-        if self._repeated or (again and samples == self._samples):
+        probe, version = self._probe
+        changed = self._repeated or probe.grad is None or probe.grad._version != version
+        again = changed or samples != self._samples
+        if changed:
             log.warning(
                 "gradients changed between their backward pass and step(), so the round is reduced again and communication no "
                 "longer overlaps the backward pass; call step() after every backward pass (bsp:accumulate=k averages every k "
@@ -108,18 +110,18 @@ class BackwardOverlap:
             flight.send(self._buffers.flats[which][start:stop])
         return self._buffers, flight, present, again
 
-    def _begin(self) -> None:
+    def _begin(self) -> Flight:
         self._flight, self._buffers = self._open_flight(), self._take()
         self._fired = [False] * len(self._parameters)
         self._left = [len(members) for *_, members in self._buckets]
         self._next = 0
         self._repeated = False
+        return self._flight
 
     def _gradient_is_ready(self, index: int, parameter: Tensor) -> None:
         if not self._armed or parameter.grad is None:
             return
-        if self._flight is None:
-            self._begin()
+        flight = self._flight or self._begin()
         if self._fired[index]:
             self._repeated = True
             return
@@ -134,6 +136,5 @@ class BackwardOverlap:
         self._left[self._bucket_of[index]] -= 1
         while self._next < len(self._buckets) and self._left[self._next] == 0:
             which, start, stop, _ = self._buckets[self._next]
-            assert self._flight is not None
-            self._flight.send(self._buffers.flats[which][start:stop])
+            flight.send(self._buffers.flats[which][start:stop])
             self._next += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -71,7 +70,7 @@ class Payload(ABC):
         """With nothing in flight, make the local model the anchor."""
 
     @abstractmethod
-    def anchor(self) -> Sequence[Tensor] | None:
+    def anchor(self) -> list[Tensor] | None:
         """The anchor's tensors in the parameters' order; None if the model is the anchor."""
 
     @abstractmethod
@@ -97,7 +96,7 @@ class DeltaPayload(Payload):
         The model's parameters, detached.
     """
 
-    def __init__(self, rule: Rule, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, rule: Rule, parameters: list[Tensor]) -> None:
         self._rule, self._parameters = rule, parameters
         space = FlatSpace(parameters)
         self._new, self.nbytes = space.new, space.nbytes
@@ -111,6 +110,7 @@ class DeltaPayload(Payload):
         self.reset()
 
     def pack(self, steps: int, samples: float) -> Contribution:
+        """Send the difference to the window's start, and start the next window from anchor and compensation."""
         delta = self._free.pop() if self._free else self._new()
         culprit = None
         if steps:
@@ -136,6 +136,7 @@ class DeltaPayload(Payload):
         return Contribution(list(delta.flats), delta, own=own, culprit=culprit)
 
     def land(self, contribution: Contribution, landed: Landed) -> None:
+        """Move the anchor by the average, and the model onto it if rounds do not overlap."""
         average = contribution.buffers
         average.div_(delta_divisor(self._rule.weighting, landed.totals))
         self._anchor.add_(average)
@@ -150,19 +151,21 @@ class DeltaPayload(Payload):
             self._anchor.store(self._parameters)
 
     def settle(self) -> None:
+        """With nothing in flight, make the local model the anchor."""
         self._anchor.store(self._parameters)
         if self._start is not self._anchor:
             self._start.copy_(self._anchor)
 
-    def anchor(self) -> Sequence[Tensor]:
+    def anchor(self) -> list[Tensor]:
+        """Views of the anchor, in the parameters' order."""
         return self._anchor.views
 
     def reset(self) -> None:
+        """With nothing in flight, make the local model the new anchor."""
         self._anchor.load(self._parameters)
         if self._start is not self._anchor:
             self._start.copy_(self._anchor)
 
     def digest(self, turn: int) -> float:
+        """Digest of a piece of the anchor."""
         return digest(self._anchor.flats, turn)
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class AveragedBuffers:
         The model's floating buffers; integer ones (step counts) are a rank's own.
     """
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, buffers: list[Tensor]) -> None:
         self._model = buffers
         space = FlatSpace(buffers)
         self._new, self.nbytes = space.new, space.nbytes
@@ -54,6 +53,6 @@ class AveragedBuffers:
         self._average.store(self._model)
 
     @property
-    def average(self) -> Sequence[Tensor]:
+    def average(self) -> list[Tensor]:
         """The averages, in the order of the model's buffers."""
         return self._average.views

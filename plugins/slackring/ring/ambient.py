@@ -51,7 +51,9 @@ def ring() -> Ring:
             _process_ring = HorovodRing()
         return _process_ring
     if launched_by_horovodrun():
-        raise RingError("this process is one of several Horovod ranks, but Horovod is not initialised; call hvd.init() first.")
+        raise RingError(
+            "this process is one of several Horovod ranks, but Horovod is not initialised; call hvd.init() first."
+        )
     if _process_ring is None or _process_ring.kind != "single":
         _process_ring = SingleRing()
     return _process_ring

@@ -80,7 +80,9 @@ class _HorovodFlight(Flight):
         try:
             self._hvd.synchronize(handle)
         except Exception as exc:
-            raise RingError(f"rank {self._rank}: round {self._name!r} failed, most likely because another rank died: {exc}") from exc
+            raise RingError(
+                f"rank {self._rank}: round {self._name!r} failed, most likely because another rank died: {exc}"
+            ) from exc
 
 
 class HorovodRing(Ring):
@@ -128,5 +130,7 @@ class HorovodRing(Ring):
         try:
             result: Tensor = self._hvd.synchronize(handle)
         except Exception as exc:
-            raise RingError(f"rank {self.rank}: a collective failed, most likely because another rank died: {exc}") from exc
+            raise RingError(
+                f"rank {self.rank}: a collective failed, most likely because another rank died: {exc}"
+            ) from exc
         return result

@@ -37,7 +37,7 @@ class Network:
             raise SpecError(f"network: bandwidth is in bytes per second and above 0, not {self.bandwidth}.")
 
     def seconds(self, nbytes: int, size: int) -> float:
-        """Seconds for a ring all-reduce of `nbytes` bytes over `size` ranks: ``latency + 2 (size - 1) / size * nbytes / bandwidth``."""
+        """Seconds for a ring all-reduce over `size` ranks: ``latency + 2 (size - 1) / size * nbytes / bandwidth``."""
         return self.latency + 2 * (size - 1) / size * nbytes / self.bandwidth
 
     def __str__(self) -> str:

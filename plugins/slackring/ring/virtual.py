@@ -183,7 +183,9 @@ class _VirtualFlight(Flight):
         self._sent.append(tensor)
 
     def seal(self) -> None:
-        self._meeting = self._ring.meet(self._name, self._sent, _sum_over_ranks, lambda sent: sum(t.nbytes for t in sent))
+        self._meeting = self._ring.meet(
+            self._name, self._sent, _sum_over_ranks, lambda sent: sum(t.nbytes for t in sent)
+        )
 
     def done(self) -> bool:
         end = self._meeting.end if self._meeting else None
@@ -214,7 +216,9 @@ class VirtualRing(Ring):
         self.clock = VirtualClock(hub, rank)
         self._uses: Counter[str] = Counter()
 
-    def meet(self, name: str, brought: Any, combine: Callable[[list[Any]], Any], nbytes: Callable[[Any], int]) -> _Meeting:
+    def meet(
+        self, name: str, brought: Any, combine: Callable[[list[Any]], Any], nbytes: Callable[[Any], int]
+    ) -> _Meeting:
         """Bring something to the next collective of this name."""
         key = (name, self._uses[name])
         self._uses[name] += 1
@@ -237,14 +241,21 @@ class VirtualRing(Ring):
         return gathered
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        meeting = self.meet("slackring.broadcast", tensor.detach(), lambda brought: brought[root].clone(), lambda t: t.nbytes)
+        meeting = self.meet(
+            "slackring.broadcast", tensor.detach(), lambda brought: brought[root].clone(), lambda t: t.nbytes
+        )
         self.hub.wait(meeting, self.rank)
         copy: Tensor = meeting.result.clone()
         return copy
 
 
 def run_virtual(
-    paces: Sequence[Pace | None], network: Network, seed: int, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    paces: Sequence[Pace | None],
+    network: Network,
+    seed: int,
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[T]:
     """Run `fn` on as many virtual ranks as there are paces, and return its results by rank."""
     hub = _Hub(len(paces), network)
@@ -259,7 +270,9 @@ def run_virtual(
                     results[rank] = fn(*args, **kwargs)
                 except BaseException as exc:
                     if not isinstance(exc, greenlet.GreenletExit):
-                        exc.add_note(f"raised on virtual rank {rank} of {hub.size}, at {hub.now / _NANO:.3f} virtual seconds")
+                        exc.add_note(
+                            f"raised on virtual rank {rank} of {hub.size}, at {hub.now / _NANO:.3f} virtual seconds"
+                        )
                     raise
 
             task = greenlet.greenlet(run_rank, parent=hub.main)

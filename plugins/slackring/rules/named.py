@@ -204,7 +204,9 @@ class Relaxed(Rule):
         if self.steps < 0:
             raise RuleError(f"rule 'relaxed': steps is 0 (as soon as the ring is free) or more, not {self.steps}.")
         if self.steps and (self.k_min, self.k_max) != (1, 64):
-            raise RuleError("rule 'relaxed': k_min and k_max bound windows that wait for the ring; with steps= leave them out.")
+            raise RuleError(
+                "rule 'relaxed': k_min and k_max bound windows that wait for the ring; with steps= leave them out."
+            )
         super().check()
 
     @property
