@@ -479,6 +479,21 @@ def system_packages(debian: str, fedora: str) -> str:
     return f"`apt-get install {debian}` (Debian, Ubuntu) or `dnf install {fedora}` (Fedora, RHEL) brings it"
 
 
+def telling_lines(log: str) -> list[str]:
+    r"""Pick the end of a log, or what follows its first error if that is further up (jobs run side by side).
+
+    Examples
+    --------
+    >>> telling_lines("compiling a\na.cc:1: error: no\nerror: subprocess-exited-with-error\npip explains itself")
+    ['compiling a', 'a.cc:1: error: no']
+    """
+    # What pip adds after the output of the build says nothing about the build, at length.
+    lines = re.split(r"^.*subprocess-exited-with-error", log, maxsplit=1, flags=re.MULTILINE)[0].strip().splitlines()
+    errors = (index for index, line in enumerate(lines) if re.search(r"error:|CMake Error", line))
+    start = max(0, min(next(errors, len(lines)), len(lines) - LOG_TAIL))
+    return lines[start : start + LOG_TAIL]
+
+
 def install_requirements() -> None:
     """Install what Horovod's build and run need besides PyTorch, if something is missing."""
     missing = []
@@ -531,7 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(options.jobs)
     except BuildError as error:
-        for line in error.log.strip().splitlines()[-LOG_TAIL:]:
+        for line in telling_lines(error.log):
             print(f"  | {line}", file=sys.stderr)
         print(f"horovod build: {error}", file=sys.stderr)
         return 1
