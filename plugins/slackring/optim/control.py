@@ -40,7 +40,7 @@ class Slot(IntEnum):
     STOP = 7
     """The rank asks everyone to stop."""
     NON_FINITE = 8
-    """The contribution was not finite and is sent as zeros."""
+    """The contribution was not finite, or overflowed in mixed precision, and is sent as zeros."""
     AGAIN = 9
     """The buckets sent during the backward pass are not this step's: reduce the round again."""
     DIGEST = 10
@@ -159,9 +159,9 @@ class Landed:
         return frozenset(np.flatnonzero(self.slots[:, Slot.JOINED]).tolist())
 
     @cached_property
-    def non_finite(self) -> tuple[int, ...]:
-        """Ranks whose contribution was not finite."""
-        return tuple(np.flatnonzero(self.slots[:, Slot.NON_FINITE]).tolist())
+    def non_finite(self) -> bool:
+        """Whether any contribution was not finite."""
+        return bool(self.slots[:, Slot.NON_FINITE].any())
 
     @cached_property
     def lowest_training_rank(self) -> int:
@@ -182,6 +182,6 @@ class Landed:
         values, counts = np.unique(digests, return_counts=True)
         odd = np.flatnonzero(digests != values[counts.argmax()]).tolist()
         raise AgreementError(
-            f"round {index}: the anchor of rank {', '.join(map(str, odd))} differs from the other ranks'; "
-            "parameters were changed outside the optimizer (call optimizer.reset_anchor() on every rank after doing so) or memory is faulty."
+            f"round {index}: the anchor of rank {', '.join(map(str, odd))} differs from the other ranks'; memory is faulty, or "
+            "parameters were changed outside the optimizer (call optimizer.reset_anchor() on every rank after doing so)."
         )

@@ -116,6 +116,7 @@ class Engine:
         self._hidden: list[tuple[dict[str, object], object]] = []
         self._probe: tuple[int, int] | None = None
         self._blocked = 0.0
+        self.settled = True  # nothing in flight and no open window, on all ranks
         self._overriding: AbstractContextManager[None] = nullcontext()
 
     # -- before the first round ------------------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ class Engine:
                 f"the ranks agreed to stop after round {self._end}; leave the loop once optimizer.progress.stop is true."
             )
         self._refuse_outside_changes()
+        self.settled = False
         clock, ring = self.ring.clock, self.ring
         entered = clock.now()
         self._step_start = entered if self._mark is None else self._mark
@@ -343,9 +345,11 @@ class Engine:
             flight = self._open()
             for tensor in contribution.tensors:
                 flight.send(tensor)
-        contributes = window.steps > 0 and contribution.culprit is None
         if contribution.culprit is not None:
             self._tell_non_finite(contribution.culprit)
+        overflowed = contribution.present is not None and window.steps > 0 and window.samples == 0
+        non_finite = overflowed or contribution.culprit is not None
+        contributes = window.steps > 0 and not non_finite
         control = self._layout.new(self.ring.rank)
         slots = control.slots
         slots[Slot.STEPS] = window.steps
@@ -356,7 +360,7 @@ class Engine:
         slots[Slot.JOINED] = joined
         slots[Slot.DRAINING] = draining
         slots[Slot.STOP] = self._stop_requested or self._out_of_time()
-        slots[Slot.NON_FINITE] = contribution.culprit is not None
+        slots[Slot.NON_FINITE] = non_finite
         slots[Slot.AGAIN] = contribution.again
         slots[Slot.DIGEST] = self._payload.digest(self._launched)
         if contribution.present is not None:
@@ -399,11 +403,6 @@ class Engine:
         self._flight_seconds = now - oldest.launched
 
         landed.check_anchor(oldest.index)
-        if landed.non_finite and self.ring.rank == landed.lowest_training_rank:
-            ranks = ", ".join(map(str, landed.non_finite))
-            log.warning(
-                "round %d: the contribution of rank %s was not finite and counts as empty.", oldest.index, ranks
-            )
         self._payload.land(oldest.contribution, landed)
         if isinstance(self._payload, GradientPayload) and landed.totals.samples > 0 and not self._payload.ready:
             culprit = self._payload.own_culprit()
@@ -541,6 +540,7 @@ class Engine:
             self._statistics.settle()
         self._probe = None
         self._mark = self.ring.clock.now()
+        self.settled = True
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

@@ -122,7 +122,8 @@ class GradientPayload(Payload):
         """Turn the sum over ranks into the average over samples, which then waits to be applied."""
         buffers, samples = contribution.buffers, landed.totals.samples
         self.discard(contribution)
-        if samples <= 0:
+        # With one step a window all ranks skip together, as synchronous training does; longer windows go on with the rest.
+        if samples <= 0 or (self._overlap is not None and landed.non_finite):
             return
         if not contribution.unscaled:
             buffers.div_(samples)
