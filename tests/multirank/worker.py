@@ -1,0 +1,61 @@
+"""A rank of a pool: waits for jobs, and ends as soon as the pool is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Client
+from typing import Any
+
+
+def main(address: str) -> None:
+    """Serve the pool that listens at `address`."""
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    link = Client(address, "AF_UNIX")
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        # Also while a job hangs: once the pool is gone, so is this rank.
+        try:
+            while True:
+                jobs.put(link.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def answer(worked: bool, value: Any) -> None:
+        message = pickle.dumps((worked, value))
+        try:
+            link.send_bytes(message)
+        except OSError:
+            os._exit(0)
+
+    link.send_bytes(pickle.dumps(int(os.environ["HOROVOD_RANK"])))
+    try:
+        import horovod.torch as hvd
+
+        hvd.init()
+    except BaseException:
+        answer(False, traceback.format_exc())
+        raise
+    threading.Thread(target=listen, daemon=True).start()
+    answer(True, None)
+    while True:
+        module, name, args, kwargs = pickle.loads(jobs.get())
+        try:
+            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            gc.collect()  # what a job leaves behind is gone on every rank before the next one
+            answer(True, result)
+        except BaseException:
+            answer(False, traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
