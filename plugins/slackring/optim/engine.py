@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from slackring.errors import StoppedError, UnsupportedError
 from slackring.optim.agreement import agree
 from slackring.optim.control import ControlBlock, ControlLayout, Landed, Slot
+from slackring.optim.ending import Ending
 from slackring.optim.flat import digest
 from slackring.optim.gradient import GradientPayload
 from slackring.optim.hyper import HyperParameters
 from slackring.optim.payload import Contribution, DeltaPayload
-from slackring.optim.progress import Budget, Progress
+from slackring.optim.progress import Budget
 from slackring.optim.records import Recorder, RoundRecord, StepRecord
 from slackring.optim.statistics import AveragedBuffers
 from slackring.ring.base import Flight, Ring
@@ -57,9 +58,7 @@ class _InFlight:
 class Engine:
     """Carries out a rule for one optimizer on one rank.
 
-    Every rank launches the same rounds in the same order; what its clock or its polls say decides when, never whether. The
-    last round before a stop, a drain or the end of a join follows from flags in the control blocks: a flag in round r takes
-    effect after round r + staleness, by when every rank has seen it.
+    Every rank launches the same rounds in the same order; what its clock or its polls say decides when, never whether.
 
     Parameters
     ----------
@@ -87,7 +86,7 @@ class Engine:
         budget: Budget | None,
         recorder: Recorder | None,
     ) -> None:
-        self.rule, self.ring, self.progress = rule, ring, Progress()
+        self.rule, self.ring = rule, ring
         self._optimizer, self._names, self._parameters = optimizer, list(names), list(parameters)
         self._max_grad_norm, self._budget, self._recorder = max_grad_norm, budget or Budget(), recorder
         self._name = f"slackring.{ring.claim()}"
@@ -98,13 +97,8 @@ class Engine:
 
         self._in_flight: deque[_InFlight] = deque()
         self._launched = 0
-        self._end: int | None = None  # the last round of all
-        self._boundary = -1  # the last round of the newest agreed drain or join
-        self._boundary_is_join = False
-        self._boundary_pending = False
-        self._drains = self._joins = 0
-        self._joined_before: frozenset[int] = frozenset()
-        self._last_joiner = 0
+        self._ending = Ending(rule.staleness, self._budget)
+        self.progress = self._ending.progress
         self._stop_requested = False
 
         self._window = _Window()
@@ -138,8 +132,6 @@ class Engine:
         )
         agree(self.ring, self._facts(), f"{self._name}.agree")
         self._began = self.ring.clock.now()
-        if self._budget.rounds is not None and self._budget.rounds <= self._staleness:
-            self._end = self._budget.rounds - 1
 
     def _facts(self) -> dict[str, object]:
         from slackring import __version__
@@ -175,7 +167,7 @@ class Engine:
             self.start()
         if self.progress.stop:
             raise StoppedError(
-                f"the ranks agreed to stop after round {self._end}; leave the loop once optimizer.progress.stop is true."
+                f"the ranks agreed to stop after round {self._ending.last}; leave the loop once optimizer.progress.stop is true."
             )
         self._refuse_outside_changes()
         self.settled = False
@@ -322,20 +314,14 @@ class Engine:
                 self._step_on_average()
             if self._statistics is not None:
                 self._statistics.settle()
-        if self._boundary_pending and self._launched > self._boundary:
-            # All ranks land everything here, also those that only help others to drain.
-            self._land_all()
-            self._boundary_pending = False
-            if self._boundary_is_join:
-                self._joins += 1
-            else:
-                self._drains += 1
+        if self._ending.pause(self._launched):
+            self._land_all()  # on all ranks, also those that only help others to drain
         self.progress.stop = self.over
 
     @property
     def over(self) -> bool:
         """Whether the last round of all has been launched."""
-        return self._end is not None and self._launched > self._end
+        return self._ending.over(self._launched)
 
     def _launch(self, joined: bool, draining: bool) -> None:
         window, self._window = self._window, _Window()
@@ -412,7 +398,7 @@ class Engine:
             self._statistics.land(landed.totals)
         if self._layout.hyper_parameters:
             self._agreed_hyper_parameters = landed.hyper_parameters[landed.lowest_training_rank]
-        self._agree_on_the_end(oldest.index, landed)
+        self._ending.take(oldest.index, landed)
         if self._recorder is not None:
             self._recorder.round(
                 RoundRecord(
@@ -430,26 +416,6 @@ class Engine:
                     oldest.nbytes,
                 )
             )
-
-    def _agree_on_the_end(self, index: int, landed: Landed) -> None:
-        """What every rank concludes from round `index`."""
-        progress, budget = self.progress, self._budget
-        progress.rounds += 1
-        progress.steps += landed.steps
-        progress.samples += landed.samples
-        effective = index + self._staleness
-        newly_joined = landed.joined - self._joined_before
-        if newly_joined:
-            self._last_joiner = max(newly_joined)
-        self._joined_before = landed.joined
-        if self._end is None and (
-            landed.stop
-            or (budget.rounds is not None and effective + 1 >= budget.rounds)
-            or (budget.samples is not None and progress.samples >= budget.samples)
-        ):
-            self._end = effective
-        if index > self._boundary and (landed.all_joined or landed.all_draining):
-            self._boundary, self._boundary_is_join, self._boundary_pending = effective, landed.all_joined, True
 
     def _reduce_again(self, oldest: _InFlight, landed: Landed) -> Landed:
         """Reduce a blocking gradient round once more, from what the gradients really are."""
@@ -516,8 +482,8 @@ class Engine:
         """Land everything on all ranks; collective."""
         if not self.started:
             self.start()
-        goal = self._drains + 1
-        while self._drains < goal and not self.over:
+        goal = self._ending.completed("drain") + 1
+        while self._ending.completed("drain") < goal and not self.over:
             self._advance(draining=True)
         self._settle()
 
@@ -525,13 +491,13 @@ class Engine:
         """Help the other ranks with empty contributions until all have joined; collective."""
         if not self.started:
             self.start()
-        goal = self._joins + 1
+        goal = self._ending.completed("join") + 1
         if self._window.steps:
             self._advance()  # this rank's last work still counts as a training rank's
-        while self._joins < goal and not self.over:
+        while self._ending.completed("join") < goal and not self.over:
             self._advance(joined=True)
         self._settle()
-        return self._last_joiner
+        return self._ending.last_joiner
 
     def _settle(self) -> None:
         self._land_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,11 @@ class HyperParameters:
     Parameters
     ----------
     optimizer
-        Its groups may change values later, not their keys.
+        Its groups may change values later, and be replaced by ``load_state_dict``, but keep their keys.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = optimizer.param_groups
+        self._optimizer = weakref.ref(optimizer)
         self._places: list[tuple[int, str, int | None]] = []
         for at, group in enumerate(self._groups):
             for key, value in group.items():
@@ -38,13 +39,19 @@ class HyperParameters:
                 elif isinstance(value, tuple) and all(map(_is_number, value)):
                     self._places.extend((at, key, position) for position in range(len(value)))
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
     def __len__(self) -> int:
         return len(self._places)
 
     def read(self) -> list[float]:
         """The numbers, in a fixed order."""
+        groups = self._groups
         return [
-            float(self._groups[at][key] if position is None else self._groups[at][key][position])
+            float(groups[at][key] if position is None else groups[at][key][position])
             for at, key, position in self._places
         ]
 
@@ -52,9 +59,10 @@ class HyperParameters:
     def using(self, numbers: NDArray[np.float64]) -> Iterator[None]:
         """Have the optimizer use other numbers for a while; those that are equal are left alone."""
         saved = []
+        groups = self._groups
         for (at, key, position), mine, theirs in zip(self._places, self.read(), numbers.tolist(), strict=True):
             if mine != theirs:
-                group = self._groups[at]
+                group = groups[at]
                 saved.append((group, key, group[key]))
                 if position is None:
                     group[key] = theirs
