@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -87,7 +88,9 @@ class Engine:
         recorder: Recorder | None,
     ) -> None:
         self.rule, self.ring = rule, ring
-        self._optimizer, self._names, self._parameters = optimizer, list(names), list(parameters)
+        # Weakly, since the optimizer holds the engine: dropping it frees both at once, on all ranks alike.
+        self._weak_optimizer = weakref.ref(optimizer)
+        self._names, self._parameters = list(names), list(parameters)
         self._max_grad_norm, self._budget, self._recorder = max_grad_norm, budget or Budget(), recorder
         self._name = f"slackring.{ring.claim()}"
         self._staleness = rule.staleness
@@ -113,12 +116,20 @@ class Engine:
         self.settled = True  # nothing in flight and no open window, on all ranks
         self._overriding: AbstractContextManager[None] = nullcontext()
 
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._weak_optimizer()
+        if optimizer is None:
+            raise RuntimeError("the optimizer is gone")
+        return optimizer
+
     # -- before the first round ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Take the anchor and check that all ranks agree; collective, once."""
-        self.started = True
         delta = self.rule.payload == "delta"
+        self._hyper = HyperParameters(self._optimizer)
+        agree(self.ring, self._facts(), f"{self._name}.agree")
         self._payload: DeltaPayload | GradientPayload
         if delta:
             self._payload = DeltaPayload(self.rule, [parameter.detach() for parameter in self._parameters])
@@ -126,12 +137,11 @@ class Engine:
             blocking_steps = self._staleness == 0 and self._trigger.closes(1, lambda: False) and self.ring.size > 1
             self._payload = GradientPayload(self._parameters, self.ring.size, self._open if blocking_steps else None)
         self._statistics = AveragedBuffers(self._buffers) if self._buffers else None
-        self._hyper = HyperParameters(self._optimizer)
         self._layout = ControlLayout(
             self.ring.size, 0 if delta else len(self._hyper), 0 if delta else len(self._parameters)
         )
-        agree(self.ring, self._facts(), f"{self._name}.agree")
         self._began = self.ring.clock.now()
+        self.started = True
 
     def _facts(self) -> dict[str, object]:
         from slackring import __version__
@@ -207,7 +217,8 @@ class Engine:
         self._stop_overriding()
         compute = self._paced - self._step_start + stepped - self._hooked
         if isinstance(self._payload, GradientPayload):
-            self._payload.overlap(self._samples)
+            if not self.over:
+                self._payload.overlap(self._samples)
         else:
             self._add_to_window(compute)
             self._advance_if_closed()

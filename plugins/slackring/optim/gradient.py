@@ -127,8 +127,9 @@ class GradientPayload(Payload):
             return
         if not contribution.unscaled:
             buffers.div_(samples)
-        # Buckets that left during the backward pass could not be checked before; every rank sees the same average here.
-        if contribution.flight is not None and buffers.not_finite() is not None:
+        # Buckets that leave during a backward pass cannot be checked before. Every rank checks, also those whose own
+        # contribution did not leave so, since all must come to the same conclusion.
+        if self._overlap is not None and buffers.not_finite() is not None:
             return
         self._average = self._free.pop()
         self._average_present = (landed.has_gradient > 0).tolist()[::-1]
@@ -164,7 +165,9 @@ class GradientPayload(Payload):
         self._free.append(average)
 
     def settle(self) -> None:
-        """Nothing to do: the model is the anchor."""
+        """The model is the anchor already; the next backward pass may not be a step's, so it sends nothing."""
+        if self._overlap is not None:
+            self._overlap.disarm()
 
     def anchor(self) -> None:
         """None: the model is the anchor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -52,9 +53,11 @@ class BackwardOverlap:
         self._armed, self._usable = False, True
         self._samples = 1.0
         self._flight: Flight | None = None
+        # The parameters outlive this object, and must not keep it alive.
+        ready = weakref.WeakMethod(self._gradient_is_ready)
         for index, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                hook = partial(self._gradient_is_ready, index)
+                hook = partial(_call, ready, index)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
@@ -65,6 +68,10 @@ class BackwardOverlap:
     def arm(self, samples: float) -> None:
         """Send during the next backward pass, which is assumed to have `samples` samples."""
         self._armed, self._samples = self._usable, samples
+
+    def disarm(self) -> None:
+        """Send nothing during the next backward pass."""
+        self._armed = False
 
     def disable(self) -> None:
         """Never send during a backward pass again."""
@@ -85,8 +92,10 @@ class BackwardOverlap:
         flight, self._flight, self._armed = self._flight, None, False
         if flight is None:
             raise RuntimeError("complete() without an active backward pass")
-        probe, version = self._probe
-        changed = self._repeated or probe.grad is None or probe.grad._version != version
+        changed = self._repeated or any(
+            parameter.grad is not grad or grad._version != version for parameter, grad, version in self._sent
+        )
+        self._sent.clear()
         again = changed or samples != self._samples
         if changed:
             log.warning(
@@ -115,6 +124,7 @@ class BackwardOverlap:
         self._fired = [False] * len(self._parameters)
         self._left = [len(members) for *_, members in self._buckets]
         self._next = 0
+        self._sent: list[tuple[Tensor, Tensor, int]] = []  # each parameter, its gradient, and the gradient's version
         self._repeated = False
         return self._flight
 
@@ -131,10 +141,15 @@ class BackwardOverlap:
         with torch.no_grad():
             torch.mul(grad, self._samples, out=self._buffers.views[index])
         self._fired[index] = True
-        # Whoever clips or unscales writes to every gradient, so watching one of them is enough.
-        self._probe = (parameter, grad._version)
+        self._sent.append((parameter, grad, grad._version))
         self._left[self._bucket_of[index]] -= 1
         while self._next < len(self._buckets) and self._left[self._next] == 0:
             which, start, stop, _ = self._buckets[self._next]
             flight.send(self._buffers.flats[which][start:stop])
             self._next += 1
+
+
+def _call(ready: Callable[[], Callable[[int, Tensor], None] | None], index: int, parameter: Tensor) -> None:
+    method = ready()
+    if method is not None:
+        method(index, parameter)
