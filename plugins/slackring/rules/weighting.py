@@ -57,8 +57,8 @@ def delta_divisor(weighting: Weighting, totals: Totals) -> float:
     >>> delta_divisor("ranks", Totals(steps=10, samples=320, contributors=2, training=4))
     0.8
     """
-    if totals.contributors == 0:
-        return 1.0
+    if totals.contributors == 0 or (weighting == "samples" and totals.samples == 0):
+        return 1.0  # the sum is zero
     if weighting == "steps":
         return float(max(totals.training, 1))
     if weighting == "ranks":
