@@ -43,17 +43,18 @@ def ring() -> Ring:
     ambient = current.get()
     if ambient is not None:
         return ambient
+    found = _process_ring
     hvd = sys.modules.get("horovod.torch")
     if hvd is not None and hvd.is_initialized():
-        if _process_ring is None or (_process_ring.rank, _process_ring.size) != (hvd.rank(), hvd.size()):
-            from slackring.ring.horovod import HorovodRing  # needs torch and Horovod
+        from slackring.ring.horovod import HorovodRing  # needs torch and Horovod
 
-            _process_ring = HorovodRing()
-        return _process_ring
+        if not isinstance(found, HorovodRing) or (found.rank, found.size) != (hvd.rank(), hvd.size()):
+            found = _process_ring = HorovodRing()
+        return found
     if launched_by_horovodrun():
         raise RingError(
             "this process is one of several Horovod ranks, but Horovod is not initialised; call hvd.init() first."
         )
-    if _process_ring is None or _process_ring.kind != "single":
-        _process_ring = SingleRing()
-    return _process_ring
+    if not isinstance(found, SingleRing):
+        found = _process_ring = SingleRing()
+    return found

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from slackring.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -142,9 +144,18 @@ class Ring(ABC):
         -------
         Tensor
             A new tensor, the same bits on every rank.
+
+        Raises
+        ------
+        UnsupportedError
+            For the average of a tensor that is not floating.
         """
+        if average and not tensor.is_floating_point():
+            raise UnsupportedError(
+                f"an average needs a floating tensor, not {tensor.dtype}; convert it, or sum with average=False."
+            )
         self._drain()
-        total = tensor.detach().clone()
+        total = tensor.detach().contiguous().clone()
         flight = self.open("slackring.user")
         flight.send(total)
         flight.seal()

@@ -62,6 +62,8 @@ class InjectedNetwork(Ring):
 
     def __init__(self, inner: Ring, network: Network) -> None:
         super().__init__()
+        # Whoever asks the inner ring for a collective finds, and drains, the rounds that travel here.
+        self._before_collective = inner._before_collective
         self._inner, self._network = inner, network
         self._last_end = 0.0
         self.rank, self.size, self.kind = inner.rank, inner.size, inner.kind
@@ -72,6 +74,10 @@ class InjectedNetwork(Ring):
         self._last_end = max(last_launch, self._last_end) + self._network.seconds(nbytes, self.size)
         return self._last_end
 
+    def claim(self) -> int:
+        """A number from the inner ring, whose names both use."""
+        return self._inner.claim()
+
     def open(self, name: str) -> Flight:
         """Open a round on the inner ring and delay it."""
         return _DelayedFlight(self, self._inner.open(name))
@@ -81,4 +87,4 @@ class InjectedNetwork(Ring):
         return self._inner.gather(payload, name)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        return self._inner.broadcast(tensor, root)
+        return self._inner._broadcast(tensor, root)
