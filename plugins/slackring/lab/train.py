@@ -1,0 +1,261 @@
+"""One training run: the same function on every rank of a Horovod ring, a virtual ring or a ring of one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from slackring.cluster import VirtualCluster
+from slackring.errors import DivergedError
+from slackring.lab.agree import on_every_rank
+from slackring.lab.config import TrainConfig
+from slackring.lab.interrupt import Interrupt
+from slackring.lab.progress import ProgressBar
+from slackring.lab.records import CurvePoint, RunRecorder, from_bytes, to_bytes, to_table
+from slackring.lab.runs import Run, facts
+from slackring.lab.summary import summarise
+from slackring.lab.tasks import Batches, Task, load_task
+from slackring.optim.agreement import agree
+from slackring.optim.optimizer import DistributedOptimizer
+from slackring.optim.progress import Budget
+from slackring.optim.records import RoundRecord, StepRecord
+from slackring.ring.ambient import ring as ambient_ring
+from slackring.ring.base import Ring
+from slackring.ring.injected import InjectedNetwork
+from slackring.stragglers import NoStraggler, Pacer
+
+__all__ = ["inject", "train", "train_virtual"]
+
+
+def inject(ring: Ring, config: TrainConfig) -> Ring:
+    """Slow a real ring down as a run asks for.
+
+    Parameters
+    ----------
+    ring
+        A Horovod ring or a ring of one.
+    config
+        Names the straggler, the step time and the network.
+
+    Returns
+    -------
+    Ring
+        The ring to train on.
+    """
+    network, straggler = config.parsed_network(), config.parsed_straggler()
+    injected = ring if network is None else InjectedNetwork(ring, network)
+    paced = config.step_time is not None or not isinstance(straggler, NoStraggler)
+    injected.pace = Pacer(straggler, config.step_time) if paced else None
+    return injected
+
+
+def train_virtual(
+    config: TrainConfig, size: int, *, interrupt: Interrupt | None = None, bar: ProgressBar | None = None
+) -> Run:
+    """Run on virtual ranks, under a virtual clock.
+
+    Parameters
+    ----------
+    config
+        The run; it needs a step time, since computing takes no virtual time.
+    size
+        Number of virtual ranks.
+    interrupt, bar
+        As in :func:`train`.
+
+    Examples
+    --------
+    >>> run = train_virtual(TrainConfig(task="digits", rule="losp", step_time=0.1, seconds=5.0), size=4)
+    >>> run.facts["ring"], run.summary.steps > 4 * 40, run.summary.final_accuracy > 0.8
+    ('virtual', True, True)
+    """
+    cluster = VirtualCluster(
+        size,
+        step_time=0.1 if config.step_time is None else config.step_time,
+        straggler=config.parsed_straggler(),
+        network=config.parsed_network(),
+        seed=config.seed,
+    )
+    # The ranks take turns in this process, on small tensors: threads would only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = cluster.run(train, config, interrupt=interrupt, bar=bar)
+    finally:
+        torch.set_num_threads(threads)
+    return next(run for run in runs if run is not None)
+
+
+def train(
+    config: TrainConfig, *, ring: Ring | None = None, interrupt: Interrupt | None = None, bar: ProgressBar | None = None
+) -> Run | None:
+    """Train on this rank as one of all ranks; collective.
+
+    Parameters
+    ----------
+    config
+        The run, the same on all ranks.
+    ring
+        Where to train; the ambient ring if None. On a real one, :func:`inject` what the run asks for.
+    interrupt
+        Ends the run early, on all ranks after the same round, once a signal has come on any of them.
+    bar
+        Shows the progress on rank 0.
+
+    Returns
+    -------
+    Run or None
+        What all ranks measured, on rank 0; None on the others.
+
+    Raises
+    ------
+    DivergedError
+        On every rank, if a loss was no longer a finite number on one of them.
+    SlackringError
+        On every rank, if the ranks disagree, the task is not there, or the ring breaks.
+    """
+    ring = ambient_ring() if ring is None else ring
+    agree(ring, config.to_json(), "slackring.lab.config")
+    config = config.with_lr(ring.size)
+    return _Session(config, ring, interrupt, bar, on_every_rank(ring, lambda: _task(config, ring))).run()
+
+
+def _task(config: TrainConfig, ring: Ring) -> Task:
+    config.parsed_straggler().check(ring.size)
+    return load_task(config.task)
+
+
+class _Session:
+    """The state of one run on one rank."""
+
+    def __init__(
+        self, config: TrainConfig, ring: Ring, interrupt: Interrupt | None, bar: ProgressBar | None, task: Task
+    ) -> None:
+        self.config, self.ring, self.task = config, ring, task
+        self.facts = facts(config, ring) if ring.rank == 0 else {}
+        self.interrupt, self.bar = interrupt or Interrupt(), bar if ring.rank == 0 else None
+        torch.manual_seed(config.seed)
+        self.model = task.model()
+        for tensor in self.model.state_dict().values():
+            tensor.copy_(ring.broadcast(tensor))
+        self.batches, self.test = task.loaders(config.batch_size, ring.rank, ring.size, config.seed)
+        self.recorder = RunRecorder()
+        self.optimizer = DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=_lr(config), momentum=config.momentum),
+            rule=config.rule,
+            named_parameters=self.model.named_parameters(),
+            named_buffers=self.model.named_buffers(),
+            budget=Budget(rounds=config.rounds, samples=config.samples, seconds=config.seconds),
+            recorder=self.recorder,
+            ring=ring,
+        )
+        self.curve: list[CurvePoint] = []
+        self.losses: list[float] = []
+        self.diverged_at: int | None = None
+
+    def run(self) -> Run | None:
+        self.ring.barrier()
+        self.began = self.ring.clock.now()
+        self._loop()
+        self.optimizer.join()
+        interrupted, diverged = self._verdicts()
+        if diverged is not None:
+            raise DivergedError(diverged)
+        steps, rounds = self._tables()
+        if self.ring.rank != 0:
+            return None
+        self._evaluate()
+        curve = to_table(self.curve, CurvePoint._fields)
+        summary = summarise(steps, rounds, curve, target=self.config.target, interrupted=interrupted)
+        return Run(self.config, self.facts, steps, rounds, curve, summary)
+
+    def _loop(self) -> None:
+        optimizer, model, loss_of = self.optimizer, self.model, self.task.loss
+        due = 0.0
+        for x, y in self.batches:
+            optimizer.set_samples(len(y))
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                self.diverged_at = len(self.losses)
+                optimizer.request_stop()
+                return
+            self.losses.append(value)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step(samples=len(y))
+            if self.ring.rank == 0 and self._seconds() >= due:
+                due += self.config.eval_every
+                if not self.curve or optimizer.progress.rounds > self.curve[-1].rounds:
+                    with optimizer.consensus():
+                        self._evaluate()
+            if self.bar is not None:
+                self.bar.show(optimizer.progress, self._seconds(), self.curve[-1].accuracy if self.curve else None)
+            if self.interrupt.signal is not None:
+                optimizer.request_stop()
+            if optimizer.progress.stop:
+                return
+
+    def _seconds(self) -> float:
+        return self.ring.clock.now() - self.began
+
+    def _evaluate(self) -> None:
+        """Evaluate what is in the model: the consensus of all ranks."""
+        progress, seconds = self.optimizer.progress, self._seconds()
+        accuracy = self.task.metric(self.model, self.test)
+        loss = _mean_loss(self.model, self.test, self.task.loss)
+        self.curve.append(CurvePoint(seconds, progress.rounds, progress.steps, progress.samples, loss, accuracy))
+        if self.config.stop_at_target and accuracy >= self.config.target and not progress.stop:
+            self.optimizer.request_stop()
+
+    def _verdicts(self) -> tuple[bool, str | None]:
+        """Learn from all ranks whether the run was cut short, and where it diverged."""
+        mine = {"interrupted": self.interrupt.signal, "diverged": self.diverged_at}
+        verdicts = [json.loads(text) for text in self.ring.gather(json.dumps(mine).encode(), "slackring.lab.verdict")]
+        signals = [verdict["interrupted"] for verdict in verdicts if verdict["interrupted"] is not None]
+        if signals and self.interrupt.signal is None:
+            self.interrupt.signal = signals[0]
+        diverged = next(
+            (
+                f"the loss of rank {rank} was not a finite number at its local step {verdict['diverged']} (lr {self.config.lr}, "
+                f"rule {self.config.rule}); use a lower --lr."
+                for rank, verdict in enumerate(verdicts)
+                if verdict["diverged"] is not None
+            ),
+            None,
+        )
+        return bool(signals), diverged
+
+    def _tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        steps = to_table(self.recorder.steps, StepRecord._fields)
+        steps["loss"] = self.losses[: len(steps)]
+        rounds = to_table(self.recorder.rounds, RoundRecord._fields)
+        # Each rank counts from its own start, right after a barrier, so that clocks of several hosts need not agree.
+        steps[["start", "end"]] -= self.began
+        rounds[["launched", "landed"]] -= self.began
+        gather: Callable[[bytes, str], list[bytes]] = self.ring.gather
+        return (
+            from_bytes(gather(to_bytes(steps), "slackring.lab.steps")),
+            from_bytes(gather(to_bytes(rounds), "slackring.lab.rounds")),
+        )
+
+
+def _lr(config: TrainConfig) -> float:
+    return config.lr if config.lr is not None else 0.0
+
+
+@torch.no_grad()
+def _mean_loss(model: nn.Module, batches: Batches, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
+    training = model.training
+    model.eval()
+    total = samples = 0.0
+    for x, y in batches:
+        total += float(loss_of(model(x), y)) * len(y)
+        samples += len(y)
+    model.train(training)
+    return total / max(samples, 1)
