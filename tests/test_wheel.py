@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -136,3 +137,45 @@ except HorovodMissingError as error:
     print(error)
 """
     assert "cluster_configs/horovod/build.py" in run(code)
+
+
+def test_command_answers_at_once(bin_folder: Path, run: Callable[[str], str]) -> None:
+    command = [str(bin_folder / "slackring"), "--version"]
+    assert slackring.__version__ in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = """
+import sys
+from slackring.cli import cli
+cli(["compare", "--help"], standalone_mode=False)
+print(sorted({"torch", "horovod", "pandas"} & set(sys.modules)))
+"""
+    assert run(code).splitlines()[-1] == "[]"
+
+
+def test_compare_on_the_virtual_cluster_works_without_horovod(bin_folder: Path, tmp_path: Path) -> None:
+    options = [
+        "--task",
+        "digits",
+        "--rules",
+        "bsp,losp",
+        "--virtual",
+        "--workers",
+        "2",
+        "--seconds",
+        "1",
+        "--lr-grid",
+        "0.1",
+        "--json",
+    ]
+    command = [str(bin_folder / "slackring"), "compare", *options, "--out", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [run["rule"] for run in json.loads(done.stdout)["runs"]] == ["bsp", "losp"]
+
+
+def test_doctor_says_that_horovod_is_missing(bin_folder: Path) -> None:
+    done = subprocess.run([str(bin_folder / "slackring"), "doctor", "--json"], capture_output=True, text=True)
+    assert done.returncode == 1
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["horovod"]["status"] == "fail"
+    assert "not installed" in checks["horovod"]["detail"]
+    assert checks["horovod"]["remedy"].endswith("cluster_configs/horovod/build.py")
