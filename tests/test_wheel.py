@@ -152,8 +152,8 @@ print(sorted({"torch", "horovod", "pandas"} & set(sys.modules)))
 
 
 def test_compare_on_the_virtual_cluster_works_without_horovod(bin_folder: Path, tmp_path: Path) -> None:
-    options = ["--task=digits", "--rules=bsp,losp", "--virtual", "--workers=2", "--seconds=1", "--lr-grid=0.1", "--json"]
-    command = [str(bin_folder / "slackring"), "compare", *options, "--out", str(tmp_path / "runs")]
+    options = ["--task=digits", "--rules=bsp,losp", "--virtual", "--workers=2", "--seconds=1", "--lr-grid=0.1"]
+    command = [str(bin_folder / "slackring"), "compare", *options, "--json", f"--out={tmp_path / 'runs'}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [run["rule"] for run in json.loads(done.stdout)["runs"]] == ["bsp", "losp"]
