@@ -267,7 +267,7 @@ class Engine:
         if isinstance(self._payload, GradientPayload):
             self._payload.no_overlap()  # scales differ between ranks, and are not known in the backward pass
         # What is unscaled here must not be unscaled again by a fused optimizer.
-        optimizer.grad_scale, optimizer.found_inf = None, torch.zeros_like(found)  # type: ignore[attr-defined]
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
         if float(found) > 0:
             return True
         if scale is not None:
@@ -316,15 +316,14 @@ class Engine:
             return
         if self._staleness and len(self._in_flight) == self._staleness:
             self._land()
-        if not stepping:
-            self._step_on_average()
         self._launch(joined, draining)
         if not self._staleness:
             self._land()
-            if not stepping:
-                self._step_on_average()
             if self._statistics is not None:
                 self._statistics.settle()
+        if not stepping:
+            # After the launch, as in step(), so that every rank launches a round with the same anchor.
+            self._step_on_average()
         if self._ending.pause(self._launched):
             self._land_all()  # on all ranks, also those that only help others to drain
         self.progress.stop = self.over
@@ -391,6 +390,7 @@ class Engine:
         oldest = self._in_flight.popleft()
         oldest.flight.wait()
         landed = oldest.flight.once(lambda: self._layout.read(oldest.control))
+        sent = landed.totals  # what came with the buffers, also if the gradients are reduced again
         if landed.again:
             landed = self._reduce_again(oldest, landed)
         now = clock.now()
@@ -406,7 +406,7 @@ class Engine:
             if culprit is not None:
                 self._tell_non_finite(culprit)
         if self._statistics is not None:
-            self._statistics.land(landed.totals)
+            self._statistics.land(sent)
         if self._layout.hyper_parameters:
             self._agreed_hyper_parameters = landed.hyper_parameters[landed.lowest_training_rank]
         self._ending.take(oldest.index, landed)
