@@ -16,6 +16,8 @@ from slackring import __version__
 from slackring.errors import RingError, SlackringError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from slackring.lab.config import TrainConfig
     from slackring.ring.base import Ring
 
@@ -111,8 +113,6 @@ def train(rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, 
       horovodrun --gloo -np 4 slackring train --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
       slackring train --virtual --workers 4 --rule losp --straggler persistent:ranks=3,factor=4
     """
-    from rich.console import Console
-
     from slackring.lab.agree import on_every_rank
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
@@ -146,7 +146,7 @@ def train(rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, 
                     )
                 )
             else:
-                print_run(run, str(folder), Console())
+                print_run(run, str(folder), _console())
     if interrupt.signal is not None:
         sys.exit(128 + interrupt.signal)
 
@@ -198,7 +198,7 @@ def compare(
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=1))
     else:
-        print_comparison(comparison, Console())
+        print_comparison(comparison, _console())
     if interrupt.signal is not None:
         sys.exit(128 + interrupt.signal)
 
@@ -210,6 +210,13 @@ def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:
     if values["seconds"] is None and values["samples"] is None and values["rounds"] is None:
         values["seconds"] = _LIMIT
     return values
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # A pipe has no width; the table should not be folded for one.
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _open_ring(virtual: bool) -> Ring:

@@ -27,11 +27,11 @@ def table(comparison: Comparison) -> Table:
     for header in (
         "lr",
         f"seconds to {config.base.target:g}",
-        "speed-up over BSP",
-        "final accuracy",
-        f"accuracy at {comparison.equal_samples:,.0f} samples",
+        "speed vs BSP",
+        "final acc.",
+        f"acc. at {comparison.equal_samples:,.0f} samples",
         "share of no-wait limit",
-        "wait by rank (%)",
+        "% wait by rank",
         "rounds",
         "MB to target",
     ):
