@@ -260,8 +260,10 @@ def run_virtual(
     """Run `fn` on as many virtual ranks as there are paces, and return its results by rank."""
     hub = _Hub(len(paces), network)
     results: list[Any] = [None] * hub.size
-    caller, states = _RandomState(), []
+    caller, states, threads = _RandomState(), [], torch.get_num_threads()
     try:
+        # The order of sums, and so a run's result, depends on the threads; small models are fastest on one anyway.
+        torch.set_num_threads(1)
         for rank, pace in enumerate(paces):
 
             def run_rank(rank: int = rank, pace: Pace | None = pace) -> None:
@@ -291,4 +293,5 @@ def run_virtual(
             if task:
                 task.throw(greenlet.GreenletExit)
         caller.restore()
+        torch.set_num_threads(threads)
     return results
