@@ -331,7 +331,9 @@ def download(folder: Path) -> Path:
     run_pip([*arguments, "-d", str(folder)], f"could not download horovod {HOROVOD}: is the package index reachable?")
     archive = folder / f"horovod-{HOROVOD}.tar.gz"
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        # Python before 3.11.4 (Debian 12's) has no filters, and then this is an attribute that nothing reads.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(folder)
     archive.unlink()
     return folder / f"horovod-{HOROVOD}"
 
