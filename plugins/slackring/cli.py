@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,9 @@ __all__ = ["main"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LIMIT = 20.0  # seconds of a run, if no limit is given
+_HEAD_START = (
+    0.5  # seconds; Horovod's launcher ends all ranks once one has failed, and rank 0 is to say why before that
+)
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str], tuple[int | float, ...]]:
@@ -259,4 +263,6 @@ def _complain(message: str, *, everywhere: bool = False) -> None:
     if rank == "0" or everywhere:
         where = f" rank {rank}:" if rank != "0" else ""
         click.echo(f"slackring: error:{where} {message}", err=True)
+    else:
+        time.sleep(_HEAD_START)
     sys.exit(2)

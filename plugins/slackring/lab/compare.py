@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import statistics
@@ -308,8 +309,8 @@ def compare(
     Returns
     -------
     Comparison
-        Also in ``comparison.json`` in the folder; every run has a folder of its own in it, in the layout of
-        :func:`slackring.lab.runs.save_run`.
+        Also in ``comparison.json`` in the folder, beside ``accuracy.png`` and ``timeline.png`` (where matplotlib is
+        installed); every run has a folder of its own in it, in the layout of :func:`slackring.lab.runs.save_run`.
 
     Raises
     ------
@@ -341,8 +342,10 @@ def compare(
             say(_run_line(job, outcome))
         if not outcomes:
             raise KeyboardInterrupt
-        comparison = _collect(config, tuned, jobs, outcomes, out / name)
+        runs = [None if outcome is None else load_run(outcome) for outcome in outcomes]
+        comparison = _collect(config, tuned, jobs, runs, out / name)
         write_json(folder / "comparison.json", comparison.to_json())
+        _draw(jobs, runs, folder)
     return comparison
 
 
@@ -385,10 +388,9 @@ def _collect(
     config: CompareConfig,
     tuned: Sequence[Tuned],
     jobs: Sequence[TrainConfig],
-    outcomes: Sequence[Path | None],
+    runs: Sequence[Run | None],
     final: Path,
 ) -> Comparison:
-    runs = [None if outcome is None else load_run(outcome) for outcome in outcomes]
     equal = min((run.summary.samples for run in runs if run is not None), default=0.0)
     baseline = {
         job.seed: run.summary.seconds_to_target
@@ -402,6 +404,21 @@ def _collect(
     ]
     interrupted = len(runs) < len(jobs) or any(row.interrupted for row in rows)
     return Comparison(config, tuple(tuned), tuple(rows), equal, interrupted, final)
+
+
+def _draw(jobs: Sequence[TrainConfig], runs: Sequence[Run | None], folder: Path) -> None:
+    """Draw the two plots, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from slackring.lab.plots import accuracy_plot, timeline_plot
+
+    groups: dict[str, list[Run]] = {}
+    for job, run in zip(jobs, runs, strict=False):
+        if run is not None:
+            groups.setdefault(job.rule, []).append(run)
+    if groups:
+        accuracy_plot(groups).savefig(folder / "accuracy.png", dpi=150)
+        timeline_plot({rule: group[0] for rule, group in groups.items()}).savefig(folder / "timeline.png", dpi=150)
 
 
 def _row(job: TrainConfig, run: Run | None, at_edge: bool, baseline: float | None, equal: float, final: Path) -> Row:

@@ -64,21 +64,23 @@ def accuracy_plot(runs: Mapping[str, Sequence[Run]]) -> Figure:
         grid = np.linspace(0.0, until, 400)
         curves = np.array([_steps(run.curve, grid) for run in group])
         style = "--" if rule == "bsp" else "-"
-        axes.plot(grid, np.median(curves, axis=0), style, color=colour[rule], label=rule, linewidth=2)
+        axes.step(grid, np.median(curves, axis=0), style, where="post", color=colour[rule], label=rule, linewidth=2)
         if len(group) > 1:
-            axes.fill_between(grid, curves.min(axis=0), curves.max(axis=0), color=colour[rule], alpha=0.18, linewidth=0)
+            axes.fill_between(
+                grid, curves.min(axis=0), curves.max(axis=0), step="post", color=colour[rule], alpha=0.18, linewidth=0
+            )
     if every:
         target = every[0].config.target
         axes.axhline(target, color="black", linewidth=0.8, linestyle=":")
         place = axes.get_yaxis_transform()
-        axes.text(0.99, target + 0.004, f"target {target:g}", transform=place, ha="right", fontsize=9)
+        axes.text(0.005, target + 0.004, f"target {target:g}", transform=place, fontsize=9)
         axes.set_ylim(min(0.5, target - 0.2), min(1.0, max(float(run.curve["accuracy"].max()) for run in every) + 0.03))
         axes.set_xlim(0, max(float(run.curve["seconds"].max()) for run in every))
         axes.set_title(f"{every[0].config.task}: consensus model on test samples", loc="left", fontsize=11)
     axes.set_xlabel("training time (s)")
     axes.set_ylabel("accuracy (share of test samples)")
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return _bare(figure, [axes])
 
 

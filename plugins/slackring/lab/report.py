@@ -67,8 +67,8 @@ def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> st
         return _NOTHING
     if len(known) < len(values):
         return f"{write(known[0])}\n{len(known)} of {len(values)} runs"
-    text = write(statistics.median(known))
-    return text if len(known) == 1 else f"{text}\n{write(known[0])}..{write(known[-1])}"
+    text, low, high = write(statistics.median(known)), write(known[0]), write(known[-1])
+    return text if low == high else f"{text}\n{low}-{high}"
 
 
 def describe_injected(config: TrainConfig) -> str:
