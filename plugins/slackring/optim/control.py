@@ -34,7 +34,7 @@ class Slot(IntEnum):
     FLIGHT_SECONDS = 4
     """From launch to landing of the last landed round."""
     JOINED = 5
-    """The rank is out of data."""
+    """0 while the rank trains; once it is out of data, 1 and the seconds since then."""
     DRAINING = 6
     """The rank is in ``drain()``."""
     STOP = 7
@@ -165,7 +165,7 @@ class Landed:
 
     @cached_property
     def lowest_training_rank(self) -> int:
-        """The lowest rank that has not joined; 0 if all have."""
+        """The lowest rank that has not joined; the last one to join if all have."""
         return int(np.argmin(self.slots[:, Slot.JOINED]))
 
     def check_anchor(self, index: int) -> None:

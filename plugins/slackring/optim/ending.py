@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slackring.optim.control import Landed
+from slackring.optim.control import Landed, Slot
 from slackring.optim.progress import Budget, Progress
 
 __all__ = ["Ending"]
@@ -44,8 +44,10 @@ class Ending:
         progress.steps += landed.steps
         progress.samples += landed.samples
         joined = landed.joined
-        if joined - self._joined:
-            self.last_joiner = max(joined - self._joined)
+        newly = joined - self._joined
+        if newly:
+            # Several may join in the same round: the last of them has waited least since.
+            self.last_joiner = min(newly, key=lambda rank: (landed.slots[rank, Slot.JOINED], -rank))
         self._joined = joined
         effective = index + self._staleness
         if self.last is None and (

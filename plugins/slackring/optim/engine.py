@@ -307,7 +307,7 @@ class Engine:
     def _open(self) -> Flight:
         return self.ring.open(f"{self._name}.{self._launched % (self._staleness + 1)}")
 
-    def _advance(self, *, joined: bool = False, draining: bool = False, stepping: bool = False) -> None:
+    def _advance(self, *, joined_at: float | None = None, draining: bool = False, stepping: bool = False) -> None:
         """Launch the next round, landing an older one first if there would be too many in flight.
 
         With `stepping` the user's own call of ``step()`` is under way and will use a landed average.
@@ -316,7 +316,7 @@ class Engine:
             return
         if self._staleness and len(self._in_flight) == self._staleness:
             self._land()
-        self._launch(joined, draining)
+        self._launch(joined_at, draining)
         if not self._staleness:
             self._land()
             if self._statistics is not None:
@@ -333,7 +333,7 @@ class Engine:
         """Whether the last round of all has been launched."""
         return self._ending.over(self._launched)
 
-    def _launch(self, joined: bool, draining: bool) -> None:
+    def _launch(self, joined_at: float | None, draining: bool) -> None:
         window, self._window = self._window, _Window()
         contribution = self._payload.pack(window.steps, window.samples)
         flight = contribution.flight
@@ -353,7 +353,8 @@ class Engine:
         slots[Slot.STEP_SECONDS] = window.seconds / max(window.steps, 1)
         slots[Slot.BLOCKED_SECONDS] = window.blocked
         slots[Slot.FLIGHT_SECONDS] = self._flight_seconds
-        slots[Slot.JOINED] = joined
+        if joined_at is not None:
+            slots[Slot.JOINED] = 1.0 + max(self.ring.clock.now() - joined_at, 0.0)
         slots[Slot.DRAINING] = draining
         slots[Slot.STOP] = self._stop_requested or self._out_of_time()
         slots[Slot.NON_FINITE] = non_finite
@@ -502,11 +503,11 @@ class Engine:
         """Help the other ranks with empty contributions until all have joined; collective."""
         if not self.started:
             self.start()
-        goal = self._ending.completed("join") + 1
+        goal, now = self._ending.completed("join") + 1, self.ring.clock.now()
         if self._window.steps:
             self._advance()  # this rank's last work still counts as a training rank's
         while self._ending.completed("join") < goal and not self.over:
-            self._advance(joined=True)
+            self._advance(joined_at=now)
         self._settle()
         return self._ending.last_joiner
 

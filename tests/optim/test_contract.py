@@ -1,0 +1,522 @@
+"""The contract of a torch optimizer, and exact values that other packages are known to miss."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.optim.harness import Vector, sgd, train
+
+import slackring as sr
+from slackring.errors import SlackringError, StoppedError, UnsupportedError
+from slackring.optim.records import RoundRecord, StepRecord
+from slackring.testing.scenario import WatchedRing
+
+DELTA_RULES = ["local_sgd:steps=2", "osp", "losp", "cocod:steps=2"]
+RULES = ["bsp", "bsp:accumulate=2", "relaxed:payload=gradient,staleness=1", *DELTA_RULES]
+
+
+def slope(*slopes: float) -> Callable[[int, int, Vector], Vector]:
+    """Gradient of a linear loss, by rank."""
+    return lambda rank, step, x: np.array([slopes[rank]])
+
+
+def models(trace: Any) -> list[float]:
+    return [model.item() for model in trace.model]
+
+
+# -- exact values ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_average_comes_after_the_first_full_window() -> None:
+    """Not after the first step: H counts completed local steps."""
+    one, two = train("local_sgd:steps=4", slope(-1, -2), [8, 8], optimizer=sgd(1.0))
+    assert models(one) == [1, 2, 3, 6, 7, 8, 9, 12]
+    assert models(two) == [2, 4, 6, 6, 8, 10, 12, 12]
+
+
+def test_steps_taken_while_a_round_flies_are_kept() -> None:
+    """One worker, any delay: 1, 2, ..., 8, not 1, 2, 3, 2, 3, 4, 5, 4."""
+    for rule in ("cocod:steps=4", "losp:compensation=1,k_min=2", "relaxed:steps=1,staleness=3,compensation=1"):
+        (trace,) = train(rule, slope(-1), [8], optimizer=sgd(1.0), network=sr.Network(latency=0.25))
+        assert models(trace) == list(range(1, 9))
+
+
+def test_the_delta_rule_keeps_the_mean() -> None:
+    """Snapshots 2 and 6 (mean 4), local 4 and 12: the merge makes 6 and 10, and the mean stays 8."""
+    one, two = train("cocod:steps=2", slope(-1, -3), [4, 4], optimizer=sgd(1.0))
+    assert [one.own[1].item(), two.own[1].item()] == [2, 6]
+    assert [one.own[3].item(), two.own[3].item()] == [4, 12]
+    assert [one.model[3].item(), two.model[3].item()] == [6, 10]
+
+
+def test_a_joined_rank_is_not_in_the_divisor() -> None:
+    for rule in ("bsp", "local_sgd:steps=1"):
+        for trace in train(rule, slope(-1, -1), [2, 1], optimizer=sgd(1.0)):
+            assert trace.last.item() == 2.0
+
+
+def test_a_training_rank_without_work_is_in_the_divisor_of_deltas() -> None:
+    for trace in train("local_sgd:steps=1", slope(-1, -1), [2, 1], optimizer=sgd(1.0), end="drain"):
+        assert trace.last.item() == 1.5
+    # Gradients are averaged over samples, so a rank without any changes nothing.
+    for trace in train("bsp", slope(-1, -1), [2, 1], optimizer=sgd(1.0), end="drain"):
+        assert trace.last.item() == 2.0
+
+
+def test_gradients_are_weighted_by_samples() -> None:
+    """[(1, 2.0), (2, 1.0), (1, 2.0)] averages to 1.5."""
+    traces = train("bsp", slope(2, 1, 2), [1] * 3, optimizer=sgd(1.0), samples=lambda rank, step: [1, 2, 1][rank])
+    for trace in traces:
+        assert trace.last.item() == -1.5
+
+
+@pytest.mark.parametrize(
+    ("weighting", "expected"),
+    [
+        ("steps", (4 * 1 + 1 * 3) / 2),  # the plain mean of the deltas
+        ("ranks", 2.5 / 2 * (4 * 1 / 4 + 1 * 3 / 1)),  # K_bar / m * sum(delta_i / K_i)
+        ("samples", (8 / 4 * 4 + 4 / 1 * 3) / 2 / (12 / 5)),  # sum(b_i * delta_i) / (m * b_bar)
+    ],
+)
+def test_weightings_of_deltas(weighting: str, expected: float) -> None:
+    """Four steps of slope -1 and two samples meet one step of slope -3 and four samples."""
+    for trace in train(
+        f"relaxed:steps=4,weighting={weighting}",
+        slope(-1, -3),
+        [4, 1],
+        optimizer=sgd(1.0),
+        samples=lambda rank, step: [2, 4][rank],
+        end="drain",
+    ):
+        assert trace.last.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_accumulation_on_all_ranks_is_one_step_on_the_union() -> None:
+    """k micro-batches on n ranks, unequal ones, too; a window that is cut short counts what it has."""
+
+    def gradient(rank: int, step: int, x: Vector) -> Vector:
+        return np.array([rank + 10.0 * step])
+
+    samples = lambda rank, step: 1.0 + rank + step  # noqa: E731
+    for trace in train("bsp:accumulate=4", gradient, [4, 3], optimizer=sgd(1.0), samples=samples, end="drain"):
+        pairs = [(1 + r + s, r + 10 * s) for r, n in ((0, 4), (1, 3)) for s in range(n)]
+        mean = sum(b * g for b, g in pairs) / sum(b for b, _ in pairs)
+        assert trace.last.item() == pytest.approx(-mean, abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lengths", [[3, 9, 1, 4], [0, 2, 5, 5], [7, 0, 0, 0], [2, 2, 2, 2]])
+def test_join_returns_the_rank_that_joined_last(rule: str, lengths: list[int]) -> None:
+    speeds = [0.1, 0.11, 0.5, 0.27]
+    traces = train(rule, slope(1, 1, 1, 1), lengths, speeds=speeds)
+    assert {trace.returned for trace in traces} == {traces[0].returned}
+    # It counts as training in the round that carries its last work; of several in the same round, the last to get there.
+    works = [max((r.round for r in trace.rounds if r.local_steps), default=-1) for trace in traces]
+    ends = [trace.steps[-1].end if trace.steps else 0.0 for trace in traces]
+    last = traces[0].returned
+    assert works[last] == max(works)
+    assert ends[last] == pytest.approx(max(end for end, work in zip(ends, works, strict=True) if work == max(works)))
+
+
+def test_join_returns_the_real_last_joiner_of_synchronous_ranks() -> None:
+    for lengths, last in (([3, 9, 1], 1), ([9, 3, 1], 0), ([1, 3, 9], 2), ([4, 4, 2], 1)):
+        assert [trace.returned for trace in train("bsp", slope(1, 1, 1), lengths)] == [last] * 3
+
+
+# -- the optimizer stays what it was ---------------------------------------------------------------------------------------
+
+
+def one_step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, **kwargs: Any) -> None:
+    optimizer.zero_grad()
+    parameter.sum().backward()
+    optimizer.step(**kwargs)
+
+
+def test_state_groups_and_defaults_survive_wrapping() -> None:
+    x, y = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    plain = torch.optim.SGD([{"params": [x], "lr": 0.5}, {"params": [y]}], lr=0.1, momentum=0.9, weight_decay=0.01)
+    x.grad, y.grad = torch.ones(2), torch.ones(2)
+    plain.step()
+    state, defaults = copy.deepcopy(plain.state_dict()), dict(plain.defaults)
+    optimizer = sr.DistributedOptimizer(plain, "losp")
+    assert optimizer is plain
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert isinstance(optimizer, sr.RelaxedOptimizer)
+    assert len(optimizer.state) == 2
+    assert optimizer.defaults == defaults
+    assert repr(optimizer.state_dict()) == repr(state)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_step_counts_once_however_many_groups(rule: str, groups: int) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(groups)]
+    plain = torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
+    calls = {"pre": 0, "post": 0}
+    plain.register_step_pre_hook(lambda *_: calls.update(pre=calls["pre"] + 1))
+    optimizer = sr.DistributedOptimizer(plain, rule)
+    optimizer.register_step_post_hook(lambda *_: calls.update(post=calls["post"] + 1))
+    for _ in range(4):
+        optimizer.zero_grad()
+        sum(p.sum() for p in parameters).backward()
+        optimizer.step(samples=2)
+    assert calls == {"pre": 4, "post": 4}
+    optimizer.drain()
+    assert (optimizer.progress.steps, optimizer.progress.samples) == (4, 8.0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_grad_takes_set_to_none(rule: str) -> None:
+    x = torch.nn.Parameter(torch.ones(2))
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), rule)
+    one_step(optimizer, x)
+    optimizer.zero_grad(set_to_none=False)
+    assert x.grad is None or not x.grad.any()
+    x.sum().backward()
+    optimizer.zero_grad(set_to_none=True)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_is_evaluated_once_and_its_gradient_averaged(rule: str, by_name: bool) -> None:
+    def rank() -> tuple[float, float, int, int]:
+        ring = WatchedRing(sr.ring())
+        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), rule, ring=ring)
+        evaluated = 0
+
+        def closure() -> torch.Tensor:
+            nonlocal evaluated
+            evaluated += 1
+            optimizer.zero_grad()
+            loss = ((1.0 + ring.rank) * (2.0 - x)).sum()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        optimizer.drain()
+        # The payload is the first tensor of a round; one round carries it.
+        return loss.item(), x.item(), evaluated, sum("[1]" in text for text in ring.sent)
+
+    one, two = sr.VirtualCluster(2).run(rank)
+    assert (one[0], two[0]) == (2.0, 4.0)
+    assert one[1] == two[1] == 1.5
+    assert one[2] == two[2] == 1
+
+
+def test_a_closure_of_a_synchronous_step_is_reduced_once() -> None:
+    def rank() -> int:
+        ring = WatchedRing(sr.ring())
+        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), "bsp", ring=ring)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (2.0 - x).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return sum(text.endswith("[1] torch.float64") for text in ring.sent)
+
+    assert sr.VirtualCluster(2).run(rank) == [3, 3]
+
+
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+    "fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "adam-tensor-lr": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.01), foreach=False),
+    "adam-fused": lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True),
+    "adamw-amsgrad": lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "radam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True),
+    "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
+    "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("rule", ["bsp", "bsp:accumulate=2", "losp:compensation=1"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_optimizer_of_torch_works(name: str, rule: str, scaled: bool) -> None:
+    """Also in windows that do not step, and with a gradient scaler; alone it equals the plain one."""
+
+    def run(wrap: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+        if wrap:
+            optimizer = sr.DistributedOptimizer(optimizer, rule)
+        halves = 2 if rule == "bsp:accumulate=2" else 1
+        for step in range(4):
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            for part in inputs.chunk(halves) if wrap else [inputs]:
+                optimizer.zero_grad()
+                scaler.scale(model(part).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        if wrap:
+            optimizer.drain()
+        return torch.cat([parameter.detach().ravel() for parameter in model.parameters()])
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_pickles_and_copies_are_plain_optimizers(rule: str) -> None:
+    x = torch.nn.Parameter(torch.ones(2))
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1, momentum=0.9), rule)
+    for _ in range(3):
+        one_step(optimizer, x)
+    optimizer.drain()
+    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert type(twin) is torch.optim.SGD
+        assert repr(twin.state_dict()) == repr(optimizer.state_dict())
+        (copied,) = twin.param_groups[0]["params"]
+        before = copied.detach().clone()
+        copied.grad = torch.ones(2)
+        twin.step()
+        assert not torch.equal(copied, before)
+    one_step(optimizer, x)  # the original goes on
+
+
+def test_a_schedule_made_before_or_after_wrapping_sets_the_rate() -> None:
+    for before in (True, False):
+        x = torch.nn.Parameter(torch.zeros(1))
+        plain = torch.optim.SGD([x], lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5) if before else None
+        optimizer = sr.DistributedOptimizer(plain, "losp:compensation=1")
+        schedule = schedule or torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        places = []
+        for _ in range(3):
+            one_step(optimizer, x)
+            schedule.step()
+            places.append(-x.item())
+        assert places == [1.0, 1.5, 1.75]
+
+
+def test_a_gradient_rule_uses_the_rates_of_the_lowest_training_rank() -> None:
+    def rank() -> float:
+        ring = sr.ring()
+        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        plain = torch.optim.SGD([x], lr=[0.5, 0.25][ring.rank])
+        optimizer = sr.DistributedOptimizer(plain, "bsp")
+        for _ in range(2 if ring.rank else 1):
+            optimizer.zero_grad()
+            (-x).sum().backward()
+            optimizer.step()
+        optimizer.join()
+        assert plain.param_groups[0]["lr"] == [0.5, 0.25][ring.rank]
+        return x.item()
+
+    # Rank 0's rate while it trains, then rank 1's.
+    assert sr.VirtualCluster(2).run(rank) == [0.75, 0.75]
+
+
+def test_numbers_inside_tuples_are_agreed_too() -> None:
+    def rank() -> tuple[float, tuple[float, float]]:
+        ring = sr.ring()
+        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        betas = (0.0, 0.9) if ring.rank else (0.5, 0.99)
+        optimizer = sr.DistributedOptimizer(torch.optim.Adam([x], betas=betas), "bsp")
+        for step in range(3):
+            optimizer.zero_grad()
+            (-float(step + 1) * x).sum().backward()
+            optimizer.step()
+        return x.item(), optimizer.param_groups[0]["betas"]
+
+    one, two = sr.VirtualCluster(2).run(rank)
+    assert one[0] == two[0]
+    assert (one[1], two[1]) == ((0.5, 0.99), (0.0, 0.9))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("op", "the rule decides"),
+        ("backward_passes_per_step", "bsp:accumulate=k"),
+        ("process_set", "all ranks"),
+        ("sparse_as_dense", "sparse=False"),
+    ],
+)
+def test_horovods_arguments_are_named(argument: str, words: str) -> None:
+    x = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(UnsupportedError, match=f"{argument}= has no meaning here.*{words}"):
+        sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), "bsp", **{argument: 1})
+    with pytest.raises(TypeError, match="nonsense"):
+        sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), "bsp", nonsense=1)
+
+
+def test_what_cannot_work_is_refused_with_a_way_out() -> None:
+    x = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(UnsupportedError, match="LBFGS"):
+        sr.DistributedOptimizer(torch.optim.LBFGS([x]), "bsp")
+    with pytest.raises(UnsupportedError, match=r"wraps a torch\.optim\.Optimizer, not str"):
+        sr.DistributedOptimizer("sgd", "bsp")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="float32 or float64"):
+        sr.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1).half())], lr=1), "bsp")
+    with pytest.raises(UnsupportedError, match="lacks 1 of the optimizer's parameters"):
+        sr.DistributedOptimizer(torch.optim.SGD([x], lr=1), "bsp", named_parameters=[])
+    with pytest.raises(UnsupportedError, match="max_grad_norm is above 0"):
+        sr.DistributedOptimizer(torch.optim.SGD([x], lr=1), "bsp", max_grad_norm=0)
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), "bsp")
+    with pytest.raises(UnsupportedError, match="follows a rule already"):
+        sr.DistributedOptimizer(optimizer, "bsp")
+    with pytest.raises(UnsupportedError, match="before DistributedOptimizer"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    for refused in (optimizer.synchronize, optimizer.skip_synchronize):
+        with pytest.raises(UnsupportedError, match="max_grad_norm="):
+            refused()
+    for bad in (0, -1, float("nan"), float("inf")):
+        x.grad = torch.ones(1)
+        with pytest.raises(UnsupportedError, match="samples="):
+            optimizer.step(samples=bad)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    for rule in ("bsp", "losp"):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        optimizer = sr.DistributedOptimizer(torch.optim.SparseAdam(list(table.parameters())), rule)
+        table(torch.tensor([1])).sum().backward()
+        if rule == "bsp":
+            with pytest.raises(UnsupportedError, match="sparse=False"):
+                optimizer.step()
+        else:
+            optimizer.step()  # a delta is dense
+            optimizer.drain()
+
+
+def test_parameters_changed_from_outside_are_noticed() -> None:
+    for rule in ("bsp", "losp"):
+        x = torch.nn.Parameter(torch.zeros(1))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), rule, named_parameters=[("x", x)])
+        one_step(optimizer, x)
+        with torch.no_grad():
+            x.fill_(5.0)
+        x.grad = torch.ones(1)
+        with pytest.raises(UnsupportedError, match="'x' was changed outside"):
+            optimizer.step()
+        if rule == "losp":
+            with pytest.raises(UnsupportedError, match=r"optimizer.drain\(\)"):
+                optimizer.reset_anchor()
+        # The order that works.
+        y = torch.nn.Parameter(torch.zeros(1))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([y], lr=1.0), rule)
+        one_step(optimizer, y)
+        optimizer.drain()
+        with torch.no_grad():
+            y.fill_(5.0)
+        optimizer.reset_anchor()
+        one_step(optimizer, y)
+        optimizer.drain()
+        assert y.item() == 4.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_after_the_agreed_end_is_an_error(rule: str) -> None:
+    x = torch.nn.Parameter(torch.zeros(1))
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), rule, budget=sr.Budget(rounds=2))
+    steps = 0
+    while not optimizer.progress.stop:
+        one_step(optimizer, x)
+        steps += 1
+    with pytest.raises(StoppedError, match=r"optimizer.progress.stop"):
+        one_step(optimizer, x)
+    optimizer.join()
+    optimizer.drain()
+    assert optimizer.progress.rounds == 2
+    assert optimizer.progress.steps == steps
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_budgets_end_all_ranks_together(rule: str) -> None:
+    for budget in (sr.Budget(rounds=3), sr.Budget(samples=20), sr.Budget(seconds=1.05)):
+
+        def rank(budget: sr.Budget = budget) -> tuple[int, int, float, float]:
+            x = torch.nn.Parameter(torch.zeros(1))
+            optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), rule, budget=budget)
+            while not optimizer.progress.stop:
+                one_step(optimizer, x, samples=2)
+            stopped = sr.ring().clock.now()
+            optimizer.join()
+            return optimizer.progress.rounds, optimizer.progress.steps, optimizer.progress.samples, stopped
+
+        found = sr.VirtualCluster(3, straggler="persistent:ranks=2,factor=3").run(rank)
+        assert len({(rounds, steps, samples) for rounds, steps, samples, _ in found}) == 1
+        rounds, _, samples, _ = found[0]
+        if budget.rounds:
+            assert rounds == 3
+        if budget.samples:
+            assert samples >= 20
+        if budget.seconds:
+            assert all(1.05 <= stopped < 4 for *_, stopped in found)
+
+
+def test_errors_are_one_family() -> None:
+    assert issubclass(UnsupportedError, SlackringError)
+    assert issubclass(StoppedError, SlackringError)
+
+
+def test_a_round_whose_deltas_have_no_samples_moves_nothing() -> None:
+    """All ranks overflow in the same window: nothing is divided by zero."""
+
+    def rank() -> tuple[float, list[float]]:
+        x = torch.nn.Parameter(torch.ones(1))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), "local_sgd:steps=1,weighting=samples")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale((torch.inf if step == 0 else 1.0) * x.sum()).backward()
+            scaler.step(optimizer, samples=3)
+            scaler.update()
+        return x.item(), [scaler.get_scale()]
+
+    assert sr.VirtualCluster(2).run(rank) == [(0.0, [2.0])] * 2
+
+
+def test_scales_may_differ_by_rank_and_an_overflow_costs_its_micro_batch_only() -> None:
+    class Rows:
+        def __init__(self) -> None:
+            self.samples: list[float] = []
+
+        def step(self, record: StepRecord) -> None:
+            self.samples.append(record.samples)
+
+        def round(self, record: RoundRecord) -> None:
+            pass
+
+    def rank() -> tuple[float, list[float]]:
+        ring, rows = sr.ring(), Rows()
+        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), "bsp:accumulate=2", recorder=rows)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0 ** (1 + ring.rank))
+        for step in range(2):
+            optimizer.zero_grad()
+            bad = ring.rank == 1 and step == 0
+            scaler.scale((torch.inf if bad else -1.0 - ring.rank) * x.sum()).backward()
+            scaler.step(optimizer, samples=2)
+            scaler.update()
+        return x.item(), rows.samples
+
+    one, two = sr.VirtualCluster(2).run(rank)
+    assert one[0] == two[0] == pytest.approx((2 + 2 + 4) / 6)
+    assert (one[1], two[1]) == ([2, 2], [0, 2])
