@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from slackring.lab.config import TrainConfig
+    from slackring.lab.runs import Run
     from slackring.ring.base import Ring
 
 __all__ = ["main"]
@@ -207,6 +208,57 @@ def compare(
         sys.exit(128 + interrupt.signal)
 
 
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def show(folder: Path, as_json: bool) -> None:
+    r"""Show a run or a comparison again.
+
+    \b
+    Example:
+      slackring show runs/20261129-211929-compare-2bba
+    """
+    from slackring.lab.compare import load_comparison
+    from slackring.lab.report import print_comparison, print_run
+    from slackring.lab.runs import load_run
+
+    if (folder / "comparison.json").exists():
+        comparison = load_comparison(folder)
+        if as_json:
+            click.echo(json.dumps(comparison.to_json(), indent=1))
+        else:
+            print_comparison(comparison, _console())
+    else:
+        run = load_run(folder)
+        if as_json:
+            click.echo(json.dumps(_run_as_json(run, folder), indent=1))
+        else:
+            print_run(run, str(folder), _console())
+
+
+@cli.command()
+@click.option("--notebook", type=click.Path(path_type=Path), default="notebooks/quickstart.ipynb", show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="runs/demo", show_default=True, help="Where results go."
+)
+def demo(notebook: Path, out: Path) -> None:
+    r"""Run the quickstart notebook: compare rules on real ranks; leave a page and print the table.
+
+    \b
+    Example:
+      slackring demo --out runs/demo
+    """
+    from slackring.lab.compare import load_comparison
+    from slackring.lab.notebooks import run_notebook
+    from slackring.lab.report import print_comparison
+
+    before = set(out.glob("*/comparison.json"))
+    page = run_notebook(notebook, out, {"out": str(out.resolve())})
+    for comparison in sorted(set(out.glob("*/comparison.json")) - before):
+        print_comparison(load_comparison(comparison.parent), _console())
+    click.echo(f"The page is {page}")
+
+
 def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:
     """Fill in what depends on other options."""
     if values["step_time"] is None and virtual:
@@ -214,6 +266,10 @@ def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:
     if values["seconds"] is None and values["samples"] is None and values["rounds"] is None:
         values["seconds"] = _LIMIT
     return values
+
+
+def _run_as_json(run: Run, folder: Path) -> dict[str, Any]:
+    return {"run": str(folder), **run.facts, **run.config.to_json(), **run.summary.to_json()}
 
 
 def _console() -> Console:

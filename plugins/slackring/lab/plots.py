@@ -91,7 +91,7 @@ def _steps(curve: pd.DataFrame, grid: np.ndarray) -> np.ndarray:
     return np.where(place >= 0, known, np.nan)
 
 
-def timeline_plot(runs: Mapping[str, Run], start: float = 2.0, seconds: float = 3.0) -> Figure:
+def timeline_plot(runs: Mapping[str, Run], start: float | None = None, seconds: float = 3.0) -> Figure:
     """Draw what every rank did in a few seconds of a run, one panel a rule.
 
     Parameters
@@ -99,7 +99,7 @@ def timeline_plot(runs: Mapping[str, Run], start: float = 2.0, seconds: float = 
     runs
         One run a rule.
     start, seconds
-        Where the window begins, and how long it is, in seconds of training.
+        Where the window begins, and how long it is, in seconds of training; None begins after a quarter of the shortest run.
 
     Returns
     -------
@@ -107,6 +107,8 @@ def timeline_plot(runs: Mapping[str, Run], start: float = 2.0, seconds: float = 
         For ``savefig`` or a notebook.
     """
     sizes = [int(run.facts["ranks"]) for run in runs.values()]
+    if start is None:
+        start = min(run.summary.seconds for run in runs.values()) / 4
     figure = Figure(figsize=(10, 0.8 + sum(0.34 * size + 0.45 for size in sizes)), layout="constrained")
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=sizes)[:, 0]
     for axes, (rule, run) in zip(panels, runs.items(), strict=True):

@@ -1,0 +1,72 @@
+"""Runs a notebook from its first cell to its last, and makes a page of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from slackring.errors import DataError, SlackringError
+from slackring.lab.runs import check_writable
+
+__all__ = ["run_notebook"]
+
+
+def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) -> Path:
+    """Execute a notebook with papermill, and convert it to HTML without its code.
+
+    What it prints goes to stderr meanwhile.
+
+    Parameters
+    ----------
+    notebook
+        With a cell that is tagged `parameters`.
+    out
+        Folder for the executed notebook and the page, which replace older ones of the same name.
+    parameters
+        By name.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    DataError
+        If the notebook is missing, or `out` cannot be written.
+    SlackringError
+        If a cell fails; the executed notebook shows where.
+    """
+    try:
+        import nbconvert
+        import papermill
+    except ImportError as exc:
+        raise DataError(f"notebooks need the package {exc.name}: pip install 'slackring[lab]'.") from exc
+    if not notebook.is_file():
+        raise DataError(f"there is no notebook {str(notebook)!r}; run this from a clone of the repository.")
+    check_writable(out)
+    executed = out / notebook.name
+    # Papermill complains of the help texts behind parameters, and the kernel of its local connection.
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            papermill.execute_notebook(
+                str(notebook),
+                str(executed),
+                dict(parameters),
+                progress_bar=False,
+                stdout_file=sys.stderr,
+                stderr_file=sys.stderr,
+                extra_arguments=["--IPKernelApp.log_level=ERROR"],
+            )
+        except papermill.exceptions.PapermillExecutionError as exc:
+            where = f"cell {exc.cell_index + 1} of {str(executed)!r}"
+            raise SlackringError(f"{where} failed: {exc.ename}: {exc.evalue}") from exc
+        body, _ = nbconvert.HTMLExporter(exclude_input=True).from_filename(str(executed))  # type: ignore[no-untyped-call]
+    page = executed.with_suffix(".html")
+    page.write_text(body, encoding="utf-8")
+    return page
