@@ -128,14 +128,14 @@ class FlatBuffers:
 
     def not_finite(self) -> int | None:
         """Index of the first tensor with an element that is not a finite number; None if there is none."""
-        # The largest magnitude is finite exactly if all elements are, and needs no temporary of the buffer's size.
         if all(_is_finite(flat) for flat in self.flats):
             return None
         return next(index for index, view in enumerate(self.views) if not _is_finite(view))
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
+    # A sum is finite only if all elements are, and takes a thirtieth of the time; it may overflow without them.
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
 
 
 def digest(tensors: Sequence[Tensor], turn: int | None = None) -> float:
