@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 from slackring.optim.control import Landed, Slot
 from slackring.optim.progress import Budget, Progress
@@ -58,6 +59,26 @@ class Ending:
             self.last = effective
         if index > self._boundary and (landed.all_joined or landed.all_draining):
             self._boundary, self._pending = effective, "join" if landed.all_joined else "drain"
+
+    def save(self) -> dict[str, Any]:
+        """All of it, in plain values."""
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "last": self.last,
+            "last joiner": self.last_joiner,
+            "joined": sorted(self._joined),
+            "boundary": self._boundary,
+            "pending": self._pending,
+        }
+
+    def restore(self, saved: dict[str, Any], *, exact: bool) -> None:
+        """Go on from what was saved; from the progress alone, if rounds in flight are given up."""
+        for name, value in saved["progress"].items():
+            setattr(self.progress, name, value)
+        if exact:
+            self.last, self.last_joiner, self._joined = saved["last"], saved["last joiner"], frozenset(saved["joined"])
+            self._boundary, self._pending = saved["boundary"], saved["pending"]
+        self.progress.stop = False
 
     def over(self, launched: int) -> bool:
         """Whether a rank that has launched `launched` rounds has launched the last one of all."""

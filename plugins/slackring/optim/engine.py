@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from slackring.optim.payload import Contribution, DeltaPayload
 from slackring.optim.progress import Budget
 from slackring.optim.records import Recorder, RoundRecord, StepRecord
 from slackring.optim.statistics import AveragedBuffers
-from slackring.ring.base import Flight, Ring
+from slackring.ring.base import ArrivedFlight, Flight, Ring
 from slackring.rules import Rule
 
 __all__ = ["Engine"]
@@ -92,7 +94,7 @@ class Engine:
         self._weak_optimizer = weakref.ref(optimizer)
         self._names, self._parameters = list(names), list(parameters)
         self._max_grad_norm, self._budget, self._recorder = max_grad_norm, budget or Budget(), recorder
-        self._name = f"slackring.{ring.claim()}"
+        self._name = f"slackring.{ring.claim(self)}"
         self._staleness = rule.staleness
         self._trigger = rule.trigger
         self._buffers = list(buffers)
@@ -115,6 +117,7 @@ class Engine:
         self._blocked = 0.0
         self.settled = True  # nothing in flight and no open window, on all ranks
         self._overriding: AbstractContextManager[None] = nullcontext()
+        self._saved: dict[str, Any] | None = None  # a checkpoint to go on from
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -142,6 +145,9 @@ class Engine:
         )
         self._began = self.ring.clock.now()
         self.started = True
+        if self._saved is not None:
+            self._restore(self._saved)
+            self._saved = None
 
     def _facts(self) -> dict[str, object]:
         from slackring import __version__
@@ -158,8 +164,97 @@ class Engine:
             "optimizer": type(self._optimizer).__name__,
             "hyper-parameters in number": len(self._hyper),
             "budget": str(self._budget),
-            "initial parameters (call hvd.broadcast_parameters first)": digest(self._parameters),
+            **self._initial_facts(),
         }
+
+    def _initial_facts(self) -> dict[str, object]:
+        saved = self._saved
+        if saved is None or self.rule.payload == "gradient":
+            facts: dict[str, object] = {"initial parameters (broadcast them first)": digest(self._parameters)}
+        else:
+            facts = {"the checkpoint's anchor": digest(saved["payload"]["anchor"])}
+        return {"the checkpoint's round": None if saved is None else saved["launched"], **facts}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def save(self) -> dict[str, Any] | None:
+        """State of this rank in tensors and plain values, local; waits for rounds that this rank has launched.
+
+        A round in flight is saved as the sum it becomes, so that it can be landed after a restart without the other ranks.
+        """
+        if not self.started:
+            return self._saved
+        for round in self._in_flight:
+            round.flight.wait()
+        return {
+            "rule": str(self.rule),
+            "rank": self.ring.rank,
+            "size": self.ring.size,
+            "launched": self._launched,
+            "local step": self._local_step,
+            "samples": self._samples,
+            "seconds": self.ring.clock.now() - self._began,
+            "window": dataclasses.asdict(self._window),
+            "ending": self._ending.save(),
+            "payload": self._payload.save(),
+            "statistics": None if self._statistics is None else self._statistics.save(),
+            "in flight": [
+                {
+                    "index": round.index,
+                    "sum": round.contribution.buffers.save(),
+                    "control": round.control.tensor.clone(),
+                    "unscaled": round.contribution.unscaled,
+                    "window": dataclasses.asdict(round.window),
+                    "compensation": round.compensation,
+                    "nbytes": round.nbytes,
+                }
+                for round in self._in_flight
+            ],
+        }
+
+    def load(self, saved: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint at the next start, which checks that all ranks do; None goes on from the model alone."""
+        if not self.settled:
+            raise UnsupportedError("a state dict can be loaded before the first step or after drain(), not in between.")
+        if saved is not None and ("anchor" in saved["payload"]) != (self.rule.payload == "delta"):
+            raise UnsupportedError(
+                f"a checkpoint of rule {saved['rule']!r} has no state that {str(self.rule)!r} can go on from; load it without "
+                "its 'slackring' entry to go on from the model alone."
+            )
+        self._saved, self.started, self._probe, self._mark = saved, False, None, None
+        self._local_step = 0 if saved is None else saved["local step"]
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Go on exactly where every rank was, if all have their own checkpoint; else from the anchor."""
+        mine = (saved["rule"], saved["rank"], saved["size"]) == (str(self.rule), self.ring.rank, self.ring.size)
+        exact = b"0" not in self.ring.gather(b"1" if mine else b"0", f"{self._name}.exact")
+        self._payload.restore(saved["payload"], exact=exact)
+        self._ending.restore(saved["ending"], exact=exact)
+        if self._statistics is not None and saved["statistics"] is not None:
+            self._statistics.restore(saved["statistics"], exact=exact)
+        self._launched, self._samples = saved["launched"], saved["samples"]
+        self._began = self.ring.clock.now() - saved["seconds"]
+        if not exact:
+            return
+        self._window = _Window(**saved["window"])
+        self.settled = False
+        for place, round in enumerate(saved["in flight"]):
+            control = self._layout.new(self.ring.rank)
+            control.tensor.copy_(round["control"])
+            contribution = self._payload.restore_contribution(round["sum"], place)
+            contribution.unscaled = round["unscaled"]
+            self._in_flight.append(
+                _InFlight(
+                    round["index"],
+                    ArrivedFlight(),
+                    contribution,
+                    control,
+                    _Window(**round["window"]),
+                    self.ring.clock.now(),
+                    round["compensation"],
+                    round["nbytes"],
+                )
+            )
 
     # -- one local step --------------------------------------------------------------------------------------------------
 

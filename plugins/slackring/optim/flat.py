@@ -105,6 +105,15 @@ class FlatBuffers:
         for mine, theirs in zip(self.flats, other.flats, strict=True):
             mine.add_(theirs, alpha=scale)
 
+    def save(self) -> list[Tensor]:
+        """Copies of the buffers, on the CPU."""
+        return [flat.to("cpu", copy=True) for flat in self.flats]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        """Copy what :meth:`save` gave."""
+        for mine, theirs in zip(self.flats, saved, strict=True):
+            mine.copy_(theirs)
+
     def mul_(self, factor: float) -> None:
         """Multiply by a number; by 1 it costs nothing."""
         if factor != 1:

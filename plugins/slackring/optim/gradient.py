@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,6 +175,27 @@ class GradientPayload(Payload):
 
     def reset(self) -> None:
         """Nothing to do: the model is the anchor."""
+
+    def save(self) -> dict[str, Any]:
+        """The open window's sum; the model itself is for the user to save."""
+        return {
+            "sum": None if self._filling is None else self._filling.save(),
+            "present": list(self._present),
+            "weight": self._weight,
+        }
+
+    def restore(self, saved: dict[str, Any], *, exact: bool) -> None:
+        """Go on with the open window."""
+        if exact and saved["sum"] is not None:
+            self._filling = self._take()
+            self._filling.restore(saved["sum"])
+            self._present, self._weight = list(saved["present"]), saved["weight"]
+
+    def restore_contribution(self, saved: list[Tensor], place: int) -> Contribution:
+        """Buffers with the landed sum."""
+        buffers = self._take()
+        buffers.restore(saved)
+        return Contribution(self._tensors(buffers), buffers)
 
     def digest(self, turn: int) -> float:
         """Digest of a piece of the model."""

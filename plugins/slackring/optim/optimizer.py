@@ -198,6 +198,21 @@ class RelaxedOptimizer(Optimizer):
         """Accept parameters that were changed outside the optimizer, in the same way on every rank, after ``drain()``."""
         self._engine.reset_anchor()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own state dict, with this rank's rounds under ``"slackring"``; local.
+
+        The dicts of all ranks, each taken after the same round, restore training exactly; rank 0's alone, loaded everywhere,
+        restores the anchor. A plain optimizer loads it too.
+        """
+        state = super().state_dict()
+        saved = self._engine.save()
+        return state if saved is None else {**state, "slackring": saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, or a plain optimizer's dict; on every rank, before the first step or after ``drain()``."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "slackring"})
+        self._engine.load(state_dict.get("slackring"))
+
     def synchronize(self) -> None:
         """Not needed: refused."""
         raise UnsupportedError("synchronize() has no meaning here: step() does it; clip averages with max_grad_norm=.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from slackring.optim.control import Landed
@@ -76,6 +78,18 @@ class Payload(ABC):
     @abstractmethod
     def reset(self) -> None:
         """With nothing in flight, make the local model the new anchor."""
+
+    @abstractmethod
+    def save(self) -> dict[str, Any]:
+        """What :meth:`restore` needs, in tensors and plain values."""
+
+    @abstractmethod
+    def restore(self, saved: dict[str, Any], *, exact: bool) -> None:
+        """Go on from what was saved; not exactly, but from its anchor alone, if it was saved by another rank."""
+
+    @abstractmethod
+    def restore_contribution(self, saved: list[Tensor], place: int) -> Contribution:
+        """Remake the contribution of the `place`-th round in flight, whose sum had landed when it was saved."""
 
     @abstractmethod
     def digest(self, turn: int) -> float:
@@ -165,6 +179,37 @@ class DeltaPayload(Payload):
         self._anchor.load(self._parameters)
         if self._start is not self._anchor:
             self._start.copy_(self._anchor)
+
+    def save(self) -> dict[str, Any]:
+        """Anchor, window start, own model, and what compensation needs."""
+        return {
+            "anchor": self._anchor.save(),
+            "start": self._start.save(),
+            "model": [parameter.to("cpu", copy=True) for parameter in self._parameters],
+            "own": [own.save() for own in self._own],
+            "compensation": self.compensation,
+        }
+
+    def restore(self, saved: dict[str, Any], *, exact: bool) -> None:
+        """Take anchor, start and model, or the anchor as all three."""
+        self._anchor.restore(saved["anchor"])
+        self.compensation = saved["compensation"]
+        if not exact:
+            self.settle()
+            return
+        if self._start is not self._anchor:
+            self._start.restore(saved["start"])
+        torch._foreach_copy_(self._parameters, saved["model"])
+        for own in saved["own"]:
+            self._own.append(self._new())
+            self._own[-1].restore(own)
+
+    def restore_contribution(self, saved: list[Tensor], place: int) -> Contribution:
+        """Buffers with the landed sum, and the own delta that belongs to it."""
+        buffers = self._new()
+        buffers.restore(saved)
+        own = self._own[place] if self._keeps_own else None
+        return Contribution(list(buffers.flats), buffers, own=own)
 
     def digest(self, turn: int) -> float:
         """Digest of a piece of the anchor."""

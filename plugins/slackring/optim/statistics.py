@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +48,17 @@ class AveragedBuffers:
             total.div_(totals.contributors)
             self._average.copy_(total)
         self._free.append(total)
+
+    def save(self) -> dict[str, list[Any]]:
+        """The average, and the sums of rounds that have landed but are not taken in."""
+        return {"average": self._average.save(), "in flight": [total.save() for total in self._in_flight]}
+
+    def restore(self, saved: dict[str, list[Any]], *, exact: bool) -> None:
+        """Go on from what was saved."""
+        self._average.restore(saved["average"])
+        for total in saved["in flight"] if exact else ():
+            self._in_flight.append(self._new())
+            self._in_flight[-1].restore(total)
 
     def settle(self) -> None:
         """Put the average into the model."""

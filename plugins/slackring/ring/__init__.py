@@ -1,1 +1,1 @@
-"""How a contribution travels: Horovod (Gloo, NCCL), virtual, single."""
+"""How a contribution travels: Horovod (Gloo, NCCL), torch.distributed (Gloo, NCCL), virtual, single."""

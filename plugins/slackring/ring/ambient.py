@@ -10,7 +10,7 @@ from slackring.errors import RingError
 from slackring.ring.base import Ring
 from slackring.ring.single import SingleRing
 
-__all__ = ["current", "launched_by_horovodrun", "ring"]
+__all__ = ["current", "launched_by_horovodrun", "launched_by_torchrun", "ring"]
 
 current: ContextVar[Ring | None] = ContextVar("slackring_ring", default=None)
 _process_ring: Ring | None = None
@@ -21,18 +21,25 @@ def launched_by_horovodrun() -> bool:
     return int(os.environ.get("HOROVOD_SIZE", "1")) > 1
 
 
+def launched_by_torchrun() -> bool:
+    """Whether this process is one of several ranks that torchrun, or a launcher like it, started."""
+    return {"RANK", "MASTER_ADDR"} <= os.environ.keys() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def ring() -> Ring:
     """Return the ambient ring, so that a script can be written once for all.
 
     Returns
     -------
     Ring
-        The virtual one inside :meth:`VirtualCluster.run`, Horovod's when ``hvd`` is initialised, else a ring of one.
+        The virtual one inside :meth:`VirtualCluster.run`, Horovod's when ``hvd`` is initialised, that of
+        ``torch.distributed`` when its default group is initialised, else a ring of one.
 
     Raises
     ------
     RingError
-        In one of several Horovod processes before ``hvd.init()``, where a ring of one would train alone in silence.
+        In one of several processes of a launcher before ``hvd.init()`` or ``init_process_group()``, where a ring of one would
+        train alone in silence.
 
     Examples
     --------
@@ -51,9 +58,21 @@ def ring() -> Ring:
         if not isinstance(found, HorovodRing) or (found.rank, found.size) != (hvd.rank(), hvd.size()):
             found = _process_ring = HorovodRing()
         return found
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        from slackring.ring.torch import TorchRing  # needs torch
+
+        if not isinstance(found, TorchRing) or not found.current:
+            found = _process_ring = TorchRing()
+        return found
     if launched_by_horovodrun():
         raise RingError(
             "this process is one of several Horovod ranks, but Horovod is not initialised; call hvd.init() first."
+        )
+    if launched_by_torchrun():
+        raise RingError(
+            "this process is one of several ranks that torchrun started, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first."
         )
     if not isinstance(found, SingleRing):
         found = _process_ring = SingleRing()

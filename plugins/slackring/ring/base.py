@@ -11,7 +11,7 @@ from slackring.errors import UnsupportedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Clock", "Flight", "Pace", "Ring"]
+__all__ = ["ArrivedFlight", "Clock", "Flight", "Pace", "Ring"]
 
 T = TypeVar("T")
 
@@ -84,6 +84,23 @@ class Flight(ABC):
         return compute()
 
 
+class ArrivedFlight(Flight):
+    """A round that is done already: on a ring of one, or restored from a checkpoint."""
+
+    def send(self, tensor: Tensor) -> None:
+        """Do nothing: the tensor holds its sum."""
+
+    def seal(self) -> None:
+        """Do nothing."""
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class Ring(ABC):
     """A rank's place on a ring of `size` ranks.
 
@@ -96,7 +113,7 @@ class Ring(ABC):
     pace : Pace or None
         What is injected into local steps; the optimizer calls it once a local step.
     kind : str
-        "horovod", "virtual" or "single".
+        "horovod", "torch", "virtual" or "single".
     """
 
     rank: int
@@ -109,14 +126,20 @@ class Ring(ABC):
         self._before_collective: list[Callable[[], object]] = []
         self._claims = 0
 
-    def claim(self) -> int:
-        """A number for whoever sends rounds here: the first is 0, the next 1; the same on all ranks if they ask alike."""
+    def claim(self, owner: object = None) -> int:
+        """A number for whoever sends rounds here: the first is 0, the next 1; the same on all ranks if they ask alike.
+
+        The rounds of number 0 are called ``slackring.0.*``; what the ring keeps for them is freed when `owner` is gone.
+        """
         self._claims += 1
         return self._claims - 1
 
     @abstractmethod
     def open(self, name: str) -> Flight:
-        """Open a round; `name` is the same on all ranks and not in flight already."""
+        """Open a round; `name` is the same on all ranks and not in flight already.
+
+        Rounds whose names are the same up to the last dot are opened in the same order on all ranks.
+        """
 
     @abstractmethod
     def gather(self, payload: bytes, name: str) -> list[bytes]:

@@ -74,9 +74,9 @@ class InjectedNetwork(Ring):
         self._last_end = max(last_launch, self._last_end) + self._network.seconds(nbytes, self.size)
         return self._last_end
 
-    def claim(self) -> int:
+    def claim(self, owner: object = None) -> int:
         """A number from the inner ring, whose names both use."""
-        return self._inner.claim()
+        return self._inner.claim(owner)
 
     def open(self, name: str) -> Flight:
         """Open a round on the inner ring and delay it."""
