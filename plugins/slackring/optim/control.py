@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from slackring.errors import AgreementError
+from slackring.optim.progress import LandedRound
 from slackring.rules.weighting import Totals
 
 if TYPE_CHECKING:
@@ -167,6 +168,17 @@ class Landed:
     def lowest_training_rank(self) -> int:
         """The lowest rank that has not joined; the last one to join if all have."""
         return int(np.argmin(self.slots[:, Slot.JOINED]))
+
+    def told(self, index: int) -> LandedRound:
+        """What listeners are told of round `index`."""
+        slots = self.slots
+        helping = (slots[:, Slot.JOINED] + slots[:, Slot.DRAINING]) > 0
+        return LandedRound(
+            index,
+            tuple(slots[:, Slot.STEPS].astype(int).tolist()),
+            tuple(slots[:, Slot.SAMPLES].tolist()),
+            tuple(helping.tolist()),
+        )
 
     def check_anchor(self, index: int) -> None:
         """Check that every rank had the same anchor when it launched round `index`.

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from slackring.optim.flat import digest
 from slackring.optim.gradient import GradientPayload
 from slackring.optim.hyper import HyperParameters
 from slackring.optim.payload import Contribution, DeltaPayload
-from slackring.optim.progress import Budget
+from slackring.optim.progress import Budget, LandedRound
 from slackring.optim.records import Recorder, RoundRecord, StepRecord
 from slackring.optim.statistics import AveragedBuffers
 from slackring.ring.base import ArrivedFlight, Flight, Ring
@@ -118,6 +118,7 @@ class Engine:
         self.settled = True  # nothing in flight and no open window, on all ranks
         self._overriding: AbstractContextManager[None] = nullcontext()
         self._saved: dict[str, Any] | None = None  # a checkpoint to go on from
+        self._listeners: list[Callable[[LandedRound], object]] = []
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -506,6 +507,10 @@ class Engine:
         if self._layout.hyper_parameters:
             self._agreed_hyper_parameters = landed.hyper_parameters[landed.lowest_training_rank]
         self._ending.take(oldest.index, landed)
+        if self._listeners:
+            told = landed.told(oldest.index)
+            for listener in self._listeners:
+                listener(told)
         if self._recorder is not None:
             self._recorder.round(
                 RoundRecord(
@@ -578,6 +583,33 @@ class Engine:
             self._launched,
             self._names[place],
         )
+
+    # -- for whoever gives ranks their data ----------------------------------------------------------------------------------
+
+    @property
+    def local_steps(self) -> int:
+        """Local steps of this rank, landed or not."""
+        return self._local_step
+
+    @property
+    def resuming(self) -> bool:
+        """Whether a checkpoint waits for the start."""
+        return self._saved is not None
+
+    def on_landed(self, callback: Callable[[LandedRound], object]) -> None:
+        """Call `callback` with every round that lands from now on."""
+        self._listeners.append(callback)
+
+    def sit_out(self) -> None:
+        """Give the next round what the window holds, perhaps nothing, since this rank has no batch to go on with."""
+        if not self.started:
+            self.start()
+        self._refuse_outside_changes()
+        self.settled = False
+        self._advance()
+        self._probe = None
+        if self._mark is not None:
+            self._mark = self.ring.clock.now()  # waiting is no part of the next step
 
     # -- what the user can ask for -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from slackring.errors import UnsupportedError
 from slackring.optim.engine import Engine
-from slackring.optim.progress import Budget, Progress
+from slackring.optim.progress import Budget, LandedRound, Progress
 from slackring.optim.records import Recorder
 from slackring.ring.ambient import ring as ambient_ring
 from slackring.ring.base import Ring
@@ -193,6 +193,25 @@ class RelaxedOptimizer(Optimizer):
         """
         with self._engine.consensus():
             yield
+
+    def on_landed(self, callback: Callable[[LandedRound], object]) -> None:
+        """Call `callback` on this rank with every round that lands from now on.
+
+        All ranks hear of the same rounds in the same order, though not at the same time: what follows from them alone is agreed.
+        The callback is called inside ``step()``, ``drain()`` or ``join()``, and must not call these itself.
+
+        Examples
+        --------
+        >>> x = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD([x], lr=0.1), rule="local_sgd:steps=2")
+        >>> optimizer.on_landed(lambda landed: print(landed.index, landed.steps, landed.samples))
+        >>> for _ in range(4):
+        ...     x.grad = torch.ones(1)
+        ...     optimizer.step(samples=8)
+        0 (2,) (16.0,)
+        1 (2,) (16.0,)
+        """
+        self._engine.on_landed(callback)
 
     def reset_anchor(self) -> None:
         """Accept parameters that were changed outside the optimizer, in the same way on every rank, after ``drain()``."""

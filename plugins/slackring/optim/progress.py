@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slackring.errors import SpecError
 
-__all__ = ["Budget", "Progress"]
+__all__ = ["Budget", "LandedRound", "Progress"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,25 @@ class Progress:
     steps: int = 0
     samples: float = 0.0
     stop: bool = False
+
+
+@dataclass(frozen=True)
+class LandedRound:
+    """What a landed round says of every rank; the same on all of them.
+
+    Attributes
+    ----------
+    index
+        Counts rounds from 0.
+    steps
+        Local steps by rank, those that overflowed included.
+    samples
+        Samples (or tokens) by rank, of contributions that count.
+    helping
+        By rank, whether it was in ``drain()`` or ``join()``, and so may have given less than it can.
+    """
+
+    index: int
+    steps: tuple[int, ...]
+    samples: tuple[float, ...]
+    helping: tuple[bool, ...]
