@@ -82,20 +82,20 @@ def _package(folder: Path, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "timeout", "words"),
     [
-        ("raise ImportError('undefined symbol: _ZN2at')", "ImportError: undefined symbol: _ZN2at"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", "SIGABRT"),
-        ("import time; time.sleep(60)", "did not load within"),
+        ("raise ImportError('undefined symbol: _ZN2at')", 60, "ImportError: undefined symbol: _ZN2at"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", 60, "SIGABRT"),
+        ("import time; time.sleep(60)", 1, "did not load within 1 s"),
     ],
 )
 def test_horovod_that_breaks_its_process(
-    body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    body: str, timeout: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _package(tmp_path, body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, loader=None))
-    check = doctor.check_horovod(doctor.horovod_facts(timeout=4))
+    check = doctor.check_horovod(doctor.horovod_facts(timeout))
     assert check.status == "fail"
     assert words in check.detail
     assert check.remedy == doctor.BUILD_COMMAND
@@ -176,10 +176,10 @@ def test_allreduce_that_hangs_is_ended_with_all_its_processes() -> None:
     # A rank that also refuses to end politely.
     program = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)  # {marker}"
     started = time.monotonic()
-    check = doctor.check_allreduce(ranks=2, timeout=5, rank_program=program)
+    check = doctor.check_allreduce(ranks=2, timeout=4, rank_program=program)
     assert check.status == "fail"
-    assert "did not finish within 5 s" in check.detail
-    assert time.monotonic() - started < 30
+    assert "did not finish within 4 s" in check.detail
+    assert time.monotonic() - started < 60
     assert _running(marker) == []
 
 

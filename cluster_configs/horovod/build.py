@@ -29,6 +29,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -371,12 +372,19 @@ def build_wheel(build: Build, folder: Path, jobs: int, log: Path) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     )
-    with log.open("w") as written, process:
-        for line in process.stdout or ():
-            written.write(line)
-            progress.see(line)
-    progress.close()
+    try:
+        with log.open("w") as written:
+            for line in process.stdout or ():
+                written.write(line)
+                progress.see(line)
+    except BaseException:  # above all an interrupt: pip, make and the compilers must not go on alone
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        progress.close()
+        process.communicate()
     found = list(wheels.glob("horovod-*.whl"))
     if process.returncode != 0 or len(found) != 1:
         raise BuildError(f"Horovod did not compile; the whole log is {log}", log.read_text())
@@ -562,4 +570,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     sys.exit(main())

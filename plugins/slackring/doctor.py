@@ -39,7 +39,7 @@ BUILD_COMMAND = f"{shlex.quote(sys.executable)} cluster_configs/horovod/build.py
 VIRTUAL_INTERFACES = ("br-", "docker", "podman", "veth", "virbr", "vnet", "lxc", "lxdbr", "cni", "flannel", "cali")
 
 _HOROVOD_FACTS = """
-import json, pathlib, torch, horovod, horovod.torch as hvd
+import json, pathlib, horovod, torch, horovod.torch as hvd
 built_for = json.loads(pathlib.Path(horovod.__file__).with_name("metadata.json").read_text()).get("pytorch")
 print(json.dumps({"version": horovod.__version__, "torch": torch.__version__, "built_for": built_for,
                   "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built()), "cuda": torch.cuda.is_available()}))

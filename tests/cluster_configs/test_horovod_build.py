@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from cluster_configs.horovod import build as builder
 from cluster_configs.horovod.build import Build, BuildError
@@ -389,6 +391,45 @@ def test_second_run_takes_the_wheel_of_the_first(
     assert installed[0] == installed[1]
     assert installed[0].parent.parent == cache
     assert not list(cache.glob("*.log")) and not list(tmp_path.glob("slackring-horovod-*"))
+
+
+def test_interrupt_ends_the_compilers_and_leaves_nothing(tmp_path: Path) -> None:
+    # The driver is interrupted alone, as by a job scheduler; a terminal's Ctrl-C reaches the compilers as well.
+    driver = """
+import sys
+from pathlib import Path
+from cluster_configs.horovod import build as builder
+from tests.cluster_configs import test_horovod_build as tests
+
+def download(folder):
+    tests._sources(folder / "src")
+    (folder / "src" / "setup.py").write_text(f"import time; print('[ 50%] as if'); time.sleep(60)  # {folder}")
+    return folder / "src"
+
+builder.download = download
+sys.exit(builder.main(["--jobs", "1"]))
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", driver],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "50 %" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "horovod build: interrupted\n"
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("slackring-horovod-*"))
+    assert not list((tmp_path / "slackring" / "horovod").glob("*/*.whl"))
+    running = [p.info["cwd"] or "" for p in psutil.process_iter(["cwd"])]
+    assert not any(folder.startswith(str(tmp_path)) for folder in running)
 
 
 def test_progress_on_a_terminal_rewrites_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
