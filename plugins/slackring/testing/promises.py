@@ -257,7 +257,8 @@ def _deltas_are_conserved(rule: Rule, diaries: Sequence[Diary]) -> None:
         deltas, steps, samples = [], [], []
         for diary, window in zip(diaries, windows, strict=True):
             mine = window.get(number, [])
-            delta = np.sum([diary.moves[i] for i in mine], axis=0)
+            with np.errstate(invalid="ignore"):
+                delta = np.sum([diary.moves[i] for i in mine], axis=0)
             if mine and np.isfinite(delta).all():  # else it counts as empty
                 deltas.append(delta)
                 steps.append(len(mine))
@@ -435,7 +436,8 @@ def _expected_average(
             if diary.steps[i].samples == 0:  # a gradient scaler saw it overflow
                 excluded = True
                 continue
-            mine += diary.steps[i].samples * np.array(diary.gradients[i])
+            with np.errstate(invalid="ignore"):
+                mine += diary.steps[i].samples * np.array(diary.gradients[i])
             mine_samples += diary.steps[i].samples
         if np.isfinite(mine).all():
             total, samples = total + mine, samples + mine_samples
