@@ -69,7 +69,7 @@ class TrainConfig:
     batch_size: int = 32
     lr: float | None = None
     lr_source: str = "given"
-    momentum: float = 0.0
+    momentum: float = 0.9
     seconds: float | None = None
     samples: float | None = None
     rounds: int | None = None

@@ -1,0 +1,195 @@
+"""The command line on real Horovod ranks, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from slackring.lab.compare import load_comparison
+from slackring.lab.runs import load_run
+
+pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
+
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "horovod.runner.launch",
+    "--gloo",
+    "-np",
+    "2",
+    "-H",
+    "localhost:2",
+    "--network-interfaces",
+    "lo",
+]
+TRAIN = ["-m", "slackring", "train", "--task", "digits"]
+
+TASK = """
+import dataclasses
+import slackring as sr
+import torch
+from slackring.lab.tasks import load_task
+
+def nan():
+    task = load_task("digits")
+    calls = []
+    def loss(output, labels):
+        calls.append(1)
+        bad = sr.ring().rank == 1 and len(calls) > 20
+        return task.loss(output, labels) * (float("nan") if bad else 1)
+    return dataclasses.replace(task, loss=loss)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left(tmp_path):
+    """Every process that a test starts has the test's folder as its own, and is gone in the end."""
+    yield
+    deadline = time.monotonic() + 10
+    while (left := _processes_in(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def _processes_in(folder):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder):
+                found.append(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def launch(folder, *arguments):
+    command = [*LAUNCH, *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=100)
+    return process.returncode, out
+
+
+def test_two_ranks_train_and_write_one_run(tmp_path):
+    options = ["--rule", "losp", "--straggler", "persistent:ranks=1,factor=4", "--step-time", "0.02", "--seconds", "4"]
+    code, out = finish(launch(tmp_path, sys.executable, *TRAIN, *options))
+    assert code == 0, out
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = load_run(folder)
+    assert (run.facts["ring"], run.facts["ranks"]) == ("horovod", 2)
+    assert run.summary.final_accuracy > 0.7
+    assert sorted(set(run.steps["rank"])) == [0, 1]
+    assert "100%" in out  # the bar of rank 0
+    assert out.count("final accuracy") == 1
+    # Time is accounted for on every rank.
+    walls = run.steps["end"] - run.steps["start"]
+    parts = run.steps[["compute", "blocked", "bookkeeping"]].sum(axis=1)
+    assert (walls - parts).abs().max() < 1e-6
+
+
+def test_ctrl_c_leaves_a_readable_run(tmp_path):
+    options = ["--rule", "losp", "--straggler", "persistent:ranks=1,factor=4", "--step-time", "0.1", "--seconds", "100"]
+    process = launch(tmp_path, sys.executable, *TRAIN, *options)
+    for line in iter(lambda: process.stdout.read(200), ""):
+        if "rounds=" in line:
+            break
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = load_run(folder)
+    assert run.summary.interrupted
+    assert run.summary.rounds > 1
+    assert sorted(set(run.steps["rank"])) == [0, 1]
+
+
+def test_ranks_with_different_rules_are_told_once(tmp_path):
+    rank_1_differs = (
+        f"case $HOROVOD_RANK in 1) RULE=losp;; *) RULE=bsp;; esac; exec {sys.executable} {' '.join(TRAIN)} --rule $RULE"
+    )
+    code, out = finish(launch(tmp_path, "sh", "-c", rank_1_differs))
+    assert code != 0
+    assert out.count("slackring: error:") == 1
+    assert 'ranks differ in rule: rank 1 has "losp"' in out
+    assert "exit with status code 2" in out
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_mistake_is_told_once(tmp_path):
+    code, out = finish(launch(tmp_path, sys.executable, *TRAIN, "--rule", "lsop"))
+    assert code != 0
+    assert out.count("slackring: error:") == 1
+    assert "did you mean 'losp'" in out
+
+
+@pytest.mark.parametrize("rule", ["bsp", "losp"])
+def test_a_loss_that_turns_to_nan_on_one_rank_ends_all(tmp_path, rule):
+    (tmp_path / "bad_task.py").write_text(TASK)
+    train = [sys.executable, "-m", "slackring", "train", "--task", "bad_task:nan", "--rule", rule, "--seconds", "60"]
+    code, out = finish(launch(tmp_path, *train))
+    assert code != 0
+    assert out.count("slackring: error:") == 1
+    assert "the loss of rank 1 was not a finite number at its local step 20" in out
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def compare(folder, *options):
+    command = [
+        sys.executable,
+        "-m",
+        "slackring",
+        "compare",
+        "--task",
+        "digits",
+        "--workers",
+        "2",
+        "--lr-grid",
+        "0.1",
+        *options,
+    ]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_compare_runs_all_rules_on_the_same_ranks(tmp_path):
+    straggler = ["--straggler", "persistent:ranks=1,factor=4", "--step-time", "0.02"]
+    with compare(tmp_path, "--rules", "bsp,losp", *straggler, "--seconds", "3", "--json") as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    rows = json.loads(out)["runs"]
+    assert [row["rule"] for row in rows] == ["bsp", "losp"]
+    bsp, losp = rows
+    assert losp["limit_share"] > 1.5 * bsp["limit_share"]
+    assert load_run(tmp_path / losp["run"]).facts["ring"] == "horovod"
+
+
+def test_ctrl_c_in_a_comparison_keeps_the_runs_made(tmp_path):
+    process = compare(tmp_path, "--rules", "bsp,losp", "--step-time", "0.05", "--seconds", "6")
+    with process:
+        for line in process.stderr:
+            if "bsp, seed 0" in line:
+                break
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    found = load_comparison(folder)
+    assert found.interrupted
+    assert [row.interrupted for row in found.rows] == [False, True]
+    assert "Interrupted" in out

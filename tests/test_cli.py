@@ -1,0 +1,228 @@
+"""The command line, in processes of its own where that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from slackring import cli
+
+COMMANDS = ["doctor", "train", "compare", "show", "demo"]
+VIRTUAL = [
+    "--virtual",
+    "--task",
+    "digits",
+    "--straggler",
+    "persistent:ranks=3,factor=4",
+    "--step-time",
+    "0.1",
+    "--seconds",
+    "4",
+]
+
+
+def run(*arguments, **settings):
+    """Run the command in a new process."""
+    command = [sys.executable, "-m", "slackring", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
+
+
+def invoke(monkeypatch, capsys, *arguments):
+    """Run the command in this process; return its exit code, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["slackring", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as exc:
+        code = exc.code or 0
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_loads_nothing_heavy():
+    program = (
+        "import sys\nsys.argv = ['slackring', '--help']\nfrom slackring.cli import main\n"
+        "try:\n    main()\nfinally:\n"
+        "    print(sorted({'torch', 'numpy', 'pandas', 'horovod', 'rich', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip() == "[]"
+    assert "Example:" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(command):
+    done = CliRunner().invoke(cli.cli, [command, "--help"])
+    assert done.exit_code == 0
+    assert "slackring " + command in done.output
+    assert "Example" in done.output
+
+
+def test_train_writes_a_run_and_says_what_came_out(monkeypatch, capsys, tmp_path):
+    code, out, err = invoke(monkeypatch, capsys, "train", "--rule", "losp", *VIRTUAL, "--out", tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert code == 0
+    assert str(folder) in out
+    assert "final accuracy" in out
+    assert err == ""  # no bar where there is no terminal
+    assert json.loads((folder / "summary.json").read_text())["steps"] > 100
+    code, shown, _ = invoke(monkeypatch, capsys, "show", folder)
+    assert (code, shown) == (0, out)
+
+
+def test_json_is_all_that_goes_to_stdout(monkeypatch, capsys, tmp_path):
+    code, out, _ = invoke(monkeypatch, capsys, "train", *VIRTUAL, "--out", tmp_path, "--json")
+    values = json.loads(out)
+    assert code == 0
+    assert (values["rule"], values["ranks"], values["ring"]) == ("bsp", 4, "virtual")
+    assert values["lr"] == pytest.approx(0.4)  # Horovod's habit: times the ranks
+    code, shown, _ = invoke(monkeypatch, capsys, "show", values["run"], "--json")
+    assert (code, json.loads(shown)) == (0, values)
+
+
+def test_compare_prints_the_schema_and_its_progress_elsewhere(monkeypatch, capsys, tmp_path):
+    arguments = [
+        "compare",
+        "--rules",
+        "bsp,losp:k_max=8,compensation=auto",
+        "--lr-grid",
+        "0.1",
+        *VIRTUAL,
+        "--out",
+        tmp_path,
+    ]
+    code, out, err = invoke(monkeypatch, capsys, *arguments, "--json")
+    values = json.loads(out)
+    assert code == 0
+    assert [row["rule"] for row in values["runs"]] == ["bsp", "losp:k_max=8,compensation=auto"]
+    assert "final accuracy" in err
+    code, shown, _ = invoke(monkeypatch, capsys, "show", values["folder"])
+    assert code == 0
+    assert "digits, 4 virtual ranks" in shown
+
+
+def test_a_run_on_one_real_rank_needs_no_launcher(monkeypatch, capsys, tmp_path):
+    arguments = ["train", "--task", "digits", "--rounds", "5", "--out", tmp_path, "--json"]
+    code, out, _ = invoke(monkeypatch, capsys, *arguments)
+    values = json.loads(out)
+    assert (code, values["ring"], values["ranks"], values["rounds"]) == (0, "single", 1, 5)
+
+
+BAD = {
+    "rule": (["train", "--rule", "lsop"], "did you mean 'losp'"),
+    "rule option": (["train", "--rule", "losp:k_mx=3"], "k_max"),
+    "straggler": (["train", "--straggler", "persistant:ranks=1,factor=2"], "did you mean 'persistent'"),
+    "value": (["train", "--straggler", "persistent:ranks=1,factor=fast"], "factor='fast' is not a number"),
+    "rank": (["train", "--virtual", "--straggler", "persistent:ranks=7,factor=2"], "names rank 7"),
+    "trace": (["train", "--straggler", "trace:file=no-such-file.csv"], "there is no trace file 'no-such-file.csv'"),
+    "network": (["train", "--network", "latency=fast"], "latency='fast' is not a number"),
+    "task": (["train", "--task", "digitz"], "did you mean 'digits'"),
+    "number": (["train", "--seconds", "long"], "'long' is not a valid float"),
+    "workers": (["train", "--virtual", "--workers", "0"], "at least one rank"),
+    "grid": (["compare", "--lr-grid", "0.1,x"], "'0.1,x' is not numbers joined by commas"),
+    "seeds": (["compare", "--seeds", "one"], "'one' is not whole numbers joined by commas"),
+    "rules": (["compare", "--rules", "bsp,losq"], "did you mean 'losp'"),
+    "command": (["trian"], "train"),
+    "option": (["train", "--ruel", "bsp"], "--rule"),
+    "folder": (["show", "no-such-folder"], "'no-such-folder' is not the folder of a finished run"),
+    "notebook": (["demo", "--notebook", "no-such.ipynb"], "there is no notebook 'no-such.ipynb'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line_and_exit_code_2(case, monkeypatch, capsys, tmp_path):
+    arguments, told = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    code, out, err = invoke(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("slackring: error: ")
+    assert told in err
+    assert err.count("\n") == 1
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    code, _, err = invoke(monkeypatch, capsys, "train", *VIRTUAL, "--out", tmp_path / "file")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot be written" in err
+
+
+def test_a_rank_other_than_0_leaves_the_telling_to_it(monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setattr(cli, "_HEAD_START", 0.0)
+    code, out, err = invoke(monkeypatch, capsys, "train", "--rule", "lsop")
+    assert (code, out, err) == (2, "", "")
+
+
+TASK = """
+import dataclasses, torch
+from slackring.lab.tasks import load_task
+
+def nan():
+    task = load_task("digits")
+    calls = []
+    def loss(output, labels):
+        calls.append(1)
+        return task.loss(output, labels) * (float("nan") if len(calls) > 50 else 1)
+    return dataclasses.replace(task, loss=loss)
+"""
+
+
+def test_a_loss_that_turns_to_nan_leaves_nothing(tmp_path):
+    (tmp_path / "bad_task.py").write_text(TASK)
+    done = run("train", "--virtual", "--task", "bad_task:nan", "--out", tmp_path / "runs", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "was not a finite number at its local step" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_readable_run(number, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "slackring",
+        "train",
+        "--task",
+        "digits",
+        "--step-time",
+        "0.05",
+        "--seconds",
+        "100",
+    ]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        _wait_for_training(process, tmp_path)
+        time.sleep(1.0)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["steps"] >= 1
+    assert "Interrupted" in out
+
+
+def _wait_for_training(process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait until the signal handlers are in place: the process has imported torch and makes threads or sleeps in steps."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+        if caught >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"no training began in {os.fspath(folder)}")
