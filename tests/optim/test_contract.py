@@ -287,7 +287,9 @@ def test_pickles_and_copies_are_plain_optimizers(rule: str) -> None:
     optimizer.drain()
     for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert type(twin) is torch.optim.SGD
-        assert repr(twin.state_dict()) == repr(optimizer.state_dict())
+        theirs = optimizer.state_dict()
+        del theirs["slackring"]  # a plain optimizer has no rounds
+        assert repr(twin.state_dict()) == repr(theirs)
         (copied,) = twin.param_groups[0]["params"]
         before = copied.detach().clone()
         copied.grad = torch.ones(2)
