@@ -34,7 +34,7 @@ def resnet18_shapes() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 512), (1000,)]
 
 
-class Gradient(torch.autograd.Function):
+class _Gradient(torch.autograd.Function):
     """Depends on a parameter; its gradient is a given tensor, and costs `products` matrix products."""
 
     @staticmethod
@@ -65,7 +65,7 @@ class Trainee:
         """Seconds of a backward pass and a step."""
         loss = torch.zeros((), requires_grad=True)
         for parameter, gradient, count in zip(self.parameters, self.gradients, products, strict=True):
-            loss = Gradient.apply(loss, parameter, gradient, matrix, count)
+            loss = _Gradient.apply(loss, parameter, gradient, matrix, count)
         self.optimizer.zero_grad()
         start = time.perf_counter()
         loss.backward()
@@ -155,6 +155,7 @@ def local_steps(sizes: list[int], steps: int) -> None:
 
 
 def main() -> None:
+    """Run both comparisons."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compute", type=float, nargs="+", default=[0.0, 0.1], help="seconds of the backward pass")
     parser.add_argument("--steps", type=int, default=40)

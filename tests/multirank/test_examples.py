@@ -19,7 +19,7 @@ HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--ne
 
 
 def horovodrun(ranks, *command, timeout=120):
-    mark = uuid.uuid4().hex
+    mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
     done = subprocess.run(
         [*HOROVODRUN, "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, *command],

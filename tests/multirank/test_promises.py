@@ -13,12 +13,10 @@ RULES = (
     "local_sgd:steps=3",
     "osp:k_max=8",
     "losp:k_max=8,compensation=0.75",
-    "losp:k_min=2,k_max=8,weighting=ranks,compensation=1",
     "losp:k_max=8,compensation=auto",
     "cocod:steps=2,weighting=samples",
-    "relaxed:payload=gradient,steps=1,staleness=1",
     "relaxed:payload=gradient,staleness=2,k_max=4",
-    "relaxed:steps=2,staleness=3,compensation=0.5",
+    "relaxed:steps=2,staleness=3,compensation=0.5,weighting=ranks",
 )
 # The first promise is about a rank that trains alone: tests/ring has it for Horovod.
 SHARED = [promise for promise in PROMISES if promise != "size_one_is_the_plain_optimizer"]

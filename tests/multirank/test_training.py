@@ -11,7 +11,6 @@ from torch import nn
 import slackring as sr
 from slackring.errors import AgreementError
 from slackring.ring.ambient import ring as ambient
-from slackring.ring.horovod import HorovodRing
 
 hvd = pytest.importorskip("horovod.torch")
 
@@ -139,7 +138,7 @@ def start_apart(what):
     ("what", "fact"),
     [
         ("rule", "rule"),
-        ("model", "initial parameters (call hvd.broadcast_parameters first)"),
+        ("model", "initial parameters (broadcast them first)"),
         ("shape", "parameters"),
         ("dtype", "parameters"),
         ("budget", "budget"),
@@ -185,7 +184,9 @@ def test_ranks_that_run_out_of_data_at_different_times(ranks, size, rule):
     answers = ranks(size).run(run_out_of_data, rule, use_allreduce=True)
     steps = sum(6 + 5 * rank + rank for rank in range(size))
     last, again, means, landed, first, model = answers[0]
-    assert (last, again, means, landed) == (size - 1, size - 1, [(size - 1) / 2, True], steps)
+    assert (means, landed) == ([(size - 1) / 2, True], steps)
+    # Who joins last depends on what the processors do meanwhile, unless every step waits for all; but all say the same.
+    assert (last, again) == (size - 1, size - 1) or rule != "bsp"
     for answer in answers[1:]:
         assert answer[:4] == answers[0][:4]
         assert torch.equal(answer[4], first)
@@ -226,13 +227,13 @@ def overlap(accumulate):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), f"bsp:accumulate={accumulate}")
     sent = []
-    start = HorovodRing.start
+    allreduce = hvd.allreduce_async_
 
-    def watch(self, collective, name, tensor, *args):
-        sent.append((name, tensor.numel()))
-        return start(self, collective, name, tensor, *args)
+    def watch(tensor, **options):
+        sent.append(tensor.numel())
+        return allreduce(tensor, **options)
 
-    HorovodRing.start = watch
+    hvd.allreduce_async_ = watch
     seen = []
     try:
         for _ in range(3):
@@ -245,7 +246,7 @@ def overlap(accumulate):
             seen.append(len(sent))
             sent.clear()
     finally:
-        HorovodRing.start = start
+        hvd.allreduce_async_ = allreduce
     optimizer.join()
     return seen
 
@@ -307,13 +308,16 @@ def test_bsp_clips_the_average_and_averages_buffers(ranks, size):
         assert mean.tolist() == [(size - 1) / 2 + 2] * 4
 
 
-def migrate_with_state(rule):
+def migrate_with_state(rule, after):
     """Horovod's habit of broadcasting the optimizer's state, before and after wrapping."""
     model = make_model(seed=hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (1 + hvd.rank()))
+    if after:
+        optimizer = sr.DistributedOptimizer(optimizer, rule)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = sr.DistributedOptimizer(optimizer, rule)
+    if not after:
+        optimizer = sr.DistributedOptimizer(optimizer, rule)
     for x, y in batches(hvd.rank(), 4):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -324,9 +328,10 @@ def migrate_with_state(rule):
     return optimizer.param_groups[0]["lr"], total.tolist(), flat(model)
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("rule", ["bsp", "losp:k_max=4"])
-def test_horovods_own_helpers_go_on_working(ranks, size, rule):
-    answers = ranks(size).run(migrate_with_state, rule)
+def test_horovods_own_helpers_go_on_working(ranks, size, rule, after):
+    answers = ranks(size).run(migrate_with_state, rule, after)
     for lr, total, model in answers:
         assert lr == 0.01
         assert total == [size] * 3
