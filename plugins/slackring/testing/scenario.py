@@ -231,9 +231,9 @@ class WatchedRing(Ring):
         clock.sleep(rest)
         return rest
 
-    def claim(self) -> int:
+    def claim(self, owner: object = None) -> int:
         """Claim a number on the inner ring, whose names are shared by all."""
-        return self._inner.claim()
+        return self._inner.claim(owner)
 
     def open(self, name: str) -> Flight:
         """Open a round, and note what is sent into it."""
