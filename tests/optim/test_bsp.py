@@ -31,7 +31,9 @@ def loss_of(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 Touch = Callable[[int, torch.nn.Module], None]
 
 
-def train(steps: int, touch: Touch, *, told: Sequence[float] = SIZES, passes: int = 1) -> tuple[list[torch.Tensor], list[str]]:
+def train(
+    steps: int, touch: Touch, *, told: Sequence[float] = SIZES, passes: int = 1
+) -> tuple[list[torch.Tensor], list[str]]:
     """Train with `touch` called between backward and step; `told` are the samples announced before the backward pass."""
 
     def rank() -> tuple[list[torch.Tensor], list[str]]:

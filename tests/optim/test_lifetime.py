@@ -85,6 +85,7 @@ def test_a_loaded_state_and_a_schedule_set_the_learning_rate_that_is_used(when: 
         move()
         schedule.step()
         move()
+        optimizer.drain()
         saved = optimizer.state_dict()
         saved["param_groups"][0]["lr"] = 0.125 if sr.ring().rank == 0 else 8.0
         optimizer.load_state_dict(saved)
