@@ -28,6 +28,8 @@ class Ending:
     def __init__(self, staleness: int, budget: Budget) -> None:
         self._staleness, self._budget = staleness, budget
         self.progress = Progress()
+        self.stop_requested = False
+        """Whether this rank wants all to stop."""
         self.last_joiner = 0
         self._joined: frozenset[int] = frozenset()
         self._boundary = -1
