@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -79,7 +78,7 @@ def test_train_writes_a_run_and_says_what_came_out(monkeypatch, capsys, tmp_path
 
 
 def test_json_is_all_that_goes_to_stdout(monkeypatch, capsys, tmp_path):
-    code, out, _ = invoke(monkeypatch, capsys, "train", *VIRTUAL, "--out", tmp_path, "--json")
+    code, out, _ = invoke(monkeypatch, capsys, "train", "--rule", "bsp", *VIRTUAL, "--out", tmp_path, "--json")
     values = json.loads(out)
     assert code == 0
     assert (values["rule"], values["ranks"], values["ring"]) == ("bsp", 4, "virtual")
@@ -110,26 +109,32 @@ def test_compare_prints_the_schema_and_its_progress_elsewhere(monkeypatch, capsy
 
 
 def test_a_run_on_one_real_rank_needs_no_launcher(monkeypatch, capsys, tmp_path):
-    arguments = ["train", "--task", "digits", "--rounds", "5", "--out", tmp_path, "--json"]
+    arguments = ["train", "--rule", "bsp", "--task", "digits", "--rounds", "5", "--out", tmp_path, "--json"]
     code, out, _ = invoke(monkeypatch, capsys, *arguments)
     values = json.loads(out)
     assert (code, values["ring"], values["ranks"], values["rounds"]) == (0, "single", 1, 5)
 
 
+BSP = ["--rule", "bsp"]
 BAD = {
     "rule": (["train", "--rule", "lsop"], "did you mean 'losp'"),
     "rule option": (["train", "--rule", "losp:k_mx=3"], "k_max"),
-    "straggler": (["train", "--straggler", "persistant:ranks=1,factor=2"], "did you mean 'persistent'"),
-    "value": (["train", "--straggler", "persistent:ranks=1,factor=fast"], "factor='fast' is not a number"),
-    "rank": (["train", "--virtual", "--straggler", "persistent:ranks=7,factor=2"], "names rank 7"),
-    "trace": (["train", "--straggler", "trace:file=no-such-file.csv"], "there is no trace file 'no-such-file.csv'"),
-    "network": (["train", "--network", "latency=fast"], "latency='fast' is not a number"),
-    "task": (["train", "--task", "digitz"], "did you mean 'digits'"),
-    "number": (["train", "--seconds", "long"], "'long' is not a valid float"),
-    "workers": (["train", "--virtual", "--workers", "0"], "at least one rank"),
+    "straggler": (["train", *BSP, "--straggler", "persistant:ranks=1,factor=2"], "did you mean 'persistent'"),
+    "value": (["train", *BSP, "--straggler", "persistent:ranks=1,factor=fast"], "factor='fast' is not a number"),
+    "rank": (["train", *BSP, "--virtual", "--straggler", "persistent:ranks=7,factor=2"], "names rank 7"),
+    "trace": (
+        ["train", *BSP, "--straggler", "trace:file=no-such-file.csv"],
+        "there is no trace file 'no-such-file.csv'",
+    ),
+    "network": (["train", *BSP, "--network", "latency=fast"], "latency='fast' is not a number"),
+    "task": (["train", *BSP, "--task", "digitz"], "did you mean 'digits'"),
+    "number": (["train", *BSP, "--seconds", "long"], "'long' is not a valid float"),
+    "workers": (["train", *BSP, "--virtual", "--workers", "0"], "at least one rank"),
     "grid": (["compare", "--lr-grid", "0.1,x"], "'0.1,x' is not numbers joined by commas"),
     "seeds": (["compare", "--seeds", "one"], "'one' is not whole numbers joined by commas"),
     "rules": (["compare", "--rules", "bsp,losq"], "did you mean 'losp'"),
+    "no rule": (["train"], "Missing option '--rule'"),
+    "too few ranks": (["train", *BSP, "--workers", "4"], "horovodrun --gloo -np 4 slackring train"),
     "command": (["trian"], "train"),
     "option": (["train", "--ruel", "bsp"], "--rule"),
     "folder": (["show", "no-such-folder"], "'no-such-folder' is not the folder of a finished run"),
@@ -152,7 +157,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, monkeypatch, capsys, tmp_pa
 
 def test_a_folder_that_cannot_be_written_is_found_before_training(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    code, _, err = invoke(monkeypatch, capsys, "train", *VIRTUAL, "--out", tmp_path / "file")
+    code, _, err = invoke(monkeypatch, capsys, "train", "--rule", "bsp", *VIRTUAL, "--out", tmp_path / "file")
     assert (code, err.count("\n")) == (2, 1)
     assert "cannot be written" in err
 
@@ -162,6 +167,25 @@ def test_a_rank_other_than_0_leaves_the_telling_to_it(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_HEAD_START", 0.0)
     code, out, err = invoke(monkeypatch, capsys, "train", "--rule", "lsop")
     assert (code, out, err) == (2, "", "")
+
+
+@pytest.mark.parametrize("command", [["train", *BSP, "--virtual"], ["compare"]])
+def test_what_starts_its_own_ranks_is_not_launched_by_horovodrun(command, monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    code, _, err = invoke(monkeypatch, capsys, *command)
+    assert code == 2
+    assert "without horovodrun" in err
+
+
+def test_a_comparison_without_horovod_says_so_before_it_tunes(monkeypatch, capsys, tmp_path):
+    from slackring.lab import launch
+
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    code, out, err = invoke(monkeypatch, capsys, "compare", "--out", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "cluster_configs/horovod/build.py" in err
+    assert "--virtual" in err
 
 
 TASK = """
@@ -180,7 +204,9 @@ def nan():
 
 def test_a_loss_that_turns_to_nan_leaves_nothing(tmp_path):
     (tmp_path / "bad_task.py").write_text(TASK)
-    done = run("train", "--virtual", "--task", "bad_task:nan", "--out", tmp_path / "runs", cwd=tmp_path)
+    done = run(
+        "train", "--rule", "osp", "--virtual", "--task", "bad_task:nan", "--out", tmp_path / "runs", cwd=tmp_path
+    )
     assert done.returncode == 2
     assert "was not a finite number at its local step" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -189,22 +215,10 @@ def test_a_loss_that_turns_to_nan_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_readable_run(number, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "slackring",
-        "train",
-        "--task",
-        "digits",
-        "--step-time",
-        "0.05",
-        "--seconds",
-        "100",
-    ]
-    with subprocess.Popen(
-        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        _wait_for_training(process, tmp_path)
+    options = ["--rule", "bsp", "--task", "digits", "--step-time", "0.05", "--seconds", "100", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "slackring", "train", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for_training(process)
         time.sleep(1.0)
         process.send_signal(number)
         out, _ = process.communicate(timeout=30)
@@ -216,13 +230,14 @@ def test_a_signal_leaves_a_readable_run(number, tmp_path):
     assert "Interrupted" in out
 
 
-def _wait_for_training(process: subprocess.Popen[str], folder: Path) -> None:
-    """Wait until the signal handlers are in place: the process has imported torch and makes threads or sleeps in steps."""
+def _wait_for_training(process: subprocess.Popen[str]) -> None:
+    """Wait until the process takes SIGTERM as a wish."""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
         if caught >> (signal.SIGTERM - 1) & 1:
             return
         time.sleep(0.1)
-    pytest.fail(f"no training began in {os.fspath(folder)}")
+    process.kill()
+    pytest.fail(f"no training began: {process.communicate()}")

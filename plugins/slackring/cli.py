@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from slackring import __version__
-from slackring.errors import RingError, SlackringError
+from slackring.errors import RingError, SlackringError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,10 +27,9 @@ __all__ = ["main"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_WORKERS = 4
 _LIMIT = 20.0  # seconds of a run, if no limit is given
-_HEAD_START = (
-    0.5  # seconds; Horovod's launcher ends all ranks once one has failed, and rank 0 is to say why before that
-)
+_HEAD_START = 0.5  # seconds; launchers end all ranks once one has failed, and rank 0 is to say why before that
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str], tuple[int | float, ...]]:
@@ -48,7 +47,7 @@ def _shared(command: F) -> F:
     """Add the options that all commands which train share."""
     options = [
         click.option("--task", default="mnist5k", show_default=True, help="mnist5k, digits, or package.module:function."),
-        click.option("--workers", type=int, default=4, show_default=True, help="Number of ranks, unless a launcher starts them."),
+        click.option("--workers", type=int, help=f"Number of ranks, unless a launcher starts them ({_WORKERS})."),
         click.option("--virtual", is_flag=True, help="Virtual ranks under a virtual clock: no Horovod, no waiting."),
         click.option("--straggler", default="none", show_default=True, help="Who is slow, e.g. persistent:ranks=3,factor=4."),
         click.option("--network", default="none", show_default=True, help="What a round costs, e.g. latency=0.01,bandwidth=1e9."),
@@ -100,9 +99,7 @@ def doctor(as_json: bool) -> None:
 
 
 @cli.command()
-@click.option(
-    "--rule", default="bsp", show_default=True, help="Synchronisation rule, e.g. losp:k_max=16,compensation=0.5."
-)
+@click.option("--rule", required=True, help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
 @click.option(
     "--lr",
     type=float,
@@ -110,12 +107,15 @@ def doctor(as_json: bool) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler.")
 @_shared
-def train(rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, workers: int, **values: Any) -> None:
-    r"""Train one model under one rule; on Horovod ranks if a Horovod launcher starts this, else on one rank.
+def train(
+    rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, workers: int | None, **values: Any
+) -> None:
+    r"""Train one model under one rule; on the ranks that horovodrun or torchrun start, else on one rank.
 
     \b
     Examples:
       horovodrun --gloo -np 4 slackring train --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
+      torchrun --nproc-per-node 4 -m slackring train --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
       slackring train --virtual --workers 4 --rule losp --straggler persistent:ranks=3,factor=4
     """
     from slackring.lab.agree import on_every_rank
@@ -129,6 +129,11 @@ def train(rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, 
 
     def configure() -> TrainConfig:
         config = TrainConfig(rule=rule, lr=lr, **_filled(values, virtual))
+        if not virtual and workers not in (None, ring.size):
+            raise SpecError(
+                f"--workers is {workers}, but this is {ring.size} of them; start them with 'horovodrun --gloo -np {workers} "
+                "slackring train ...', or add --virtual."
+            )
         if ring.rank == 0:
             check_writable(out)
         return config
@@ -138,7 +143,7 @@ def train(rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, 
         config = on_every_rank(ring, configure)
         with ProgressBar(config, shown=None if ring.rank == 0 and not as_json else False) as bar:
             run = (
-                train_virtual(config, workers, interrupt=interrupt, bar=bar)
+                train_virtual(config, _WORKERS if workers is None else workers, interrupt=interrupt, bar=bar)
                 if virtual
                 else train_rank(config, ring=inject(ring, config), interrupt=interrupt, bar=bar)
             )
@@ -174,7 +179,7 @@ def compare(
     out: Path,
     as_json: bool,
     virtual: bool,
-    workers: int,
+    workers: int | None,
     **values: Any,
 ) -> None:
     r"""Compare rules fairly: each at its own learning rate, tuned on virtual ranks, then run on real ones with other seeds.
@@ -191,12 +196,15 @@ def compare(
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.report import print_comparison
+    from slackring.ring.ambient import launched_by_horovodrun
     from slackring.rules.text import parse_rules
 
     texts = tuple(map(str, parse_rules(rules)))
     # Tuning needs a step time, and the runs that count are to be like it.
     base = TrainConfig(**_filled(values, virtual=True))
-    config = CompareConfig(base, texts, workers, lr_grid, seeds, virtual=virtual)
+    config = CompareConfig(base, texts, _WORKERS if workers is None else workers, lr_grid, seeds, virtual=virtual)
+    if launched_by_horovodrun():
+        raise SpecError("compare starts its own ranks; run it without horovodrun, with --workers.")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with Interrupt() as interrupt:
         comparison = compare_rules(config, out, interrupt=interrupt, say=errors.print)
@@ -281,9 +289,11 @@ def _console() -> Console:
 
 def _open_ring(virtual: bool) -> Ring:
     """Open the ring of this process."""
-    from slackring.ring.ambient import launched_by_horovodrun, ring
+    from slackring.ring.ambient import launched_by_horovodrun, launched_by_torchrun, ring
 
-    if launched_by_horovodrun() and not virtual:
+    if launched_by_horovodrun():
+        if virtual:
+            raise SpecError("virtual ranks all live in one process; run --virtual without horovodrun, with --workers.")
         import torch
 
         from slackring.ring.horovod import import_horovod
@@ -293,6 +303,10 @@ def _open_ring(virtual: bool) -> Ring:
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one machine share its cores.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
+    elif launched_by_torchrun() and not virtual:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
     return ring()
 
 
@@ -315,7 +329,7 @@ def main() -> None:
 
 
 def _complain(message: str, *, everywhere: bool = False) -> None:
-    rank = os.environ.get("HOROVOD_RANK", "0")
+    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0")
     if rank == "0" or everywhere:
         where = f" rank {rank}:" if rank != "0" else ""
         click.echo(f"slackring: error:{where} {message}", err=True)

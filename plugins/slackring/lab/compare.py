@@ -14,7 +14,7 @@ from typing import Any, Self
 from slackring.errors import DataError, DivergedError, SpecError
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
-from slackring.lab.launch import run_name, run_on_horovod
+from slackring.lab.launch import require_horovod, run_name, run_on_horovod
 from slackring.lab.runs import Run, load_run, new_folder, new_name, save_run, write_json
 from slackring.lab.summary import accuracy_at
 from slackring.lab.train import train_virtual
@@ -317,12 +317,14 @@ def compare(
     DataError
         If the folder cannot be written.
     SlackringError
-        If the ranks fail.
+        If Horovod is not installed, or the ranks fail.
     KeyboardInterrupt
         If it was ended before anything was run.
     """
     interrupt = interrupt or Interrupt()
     name = name or new_name("compare")
+    if not config.virtual:
+        require_horovod()
     with new_folder(out, name) as folder:
         tuned = []
         for rule in config.rules:

@@ -19,7 +19,7 @@ from slackring.errors import HorovodMissingError, RingError, SlackringError
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 
-__all__ = ["EVENT", "run_name", "run_on_horovod"]
+__all__ = ["EVENT", "require_horovod", "run_name", "run_on_horovod"]
 
 EVENT = "@slackring "
 """What a line begins with by which rank 0 tells the launcher something; JSON follows."""
@@ -38,6 +38,21 @@ def run_name(job: TrainConfig) -> str:
     """
     words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in job.rule.replace("=", "_"))
     return "-".join((*words.split(), f"seed{job.seed}"))
+
+
+def require_horovod() -> None:
+    """Find out before anything else whether real ranks can be started.
+
+    Raises
+    ------
+    HorovodMissingError
+        If Horovod is not installed.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        raise HorovodMissingError(
+            "Horovod is not installed, and real ranks need it; build it with: python cluster_configs/horovod/build.py "
+            "(or compare on virtual ranks: --virtual)."
+        )
 
 
 def run_on_horovod(
@@ -63,16 +78,9 @@ def run_on_horovod(
 
     Raises
     ------
-    HorovodMissingError
-        If Horovod is not installed.
     RingError
         If the ranks fail; the message carries the end of what they printed.
     """
-    if importlib.util.find_spec("horovod") is None:
-        raise HorovodMissingError(
-            "Horovod is not installed, and real ranks need it; build it with: python cluster_configs/horovod/build.py "
-            "(or compare on virtual ranks: --virtual)."
-        )
     with tempfile.TemporaryDirectory(prefix="slackring-") as scratch:
         orders = Path(scratch) / "orders.json"
         orders.write_text(json.dumps({"folder": str(folder.resolve()), "jobs": [job.to_json() for job in jobs]}))
