@@ -112,24 +112,28 @@ def test_injected_network(ranks, size):
 
 
 def mix_rings():
-    """A script's own collective goes over the ambient ring, and drains the rounds that are in flight on the injected one."""
-    model = torch.nn.Linear(3, 1)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    injected = InjectedNetwork(ambient(), sr.Network(latency=0.01))
-    optimizer = sr.DistributedOptimizer(plain, "relaxed:steps=1,staleness=2", ring=injected)
+    """Two optimizers on injected networks; a script's own collective, on the ambient ring, drains the rounds of both."""
+    optimizers = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 1)
+        injected = InjectedNetwork(ambient(), sr.Network(latency=0.01))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizers.append((model, sr.DistributedOptimizer(plain, "relaxed:steps=1,staleness=2", ring=injected)))
     for _ in range(3):
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step(samples=2)
-    landed = [optimizer.progress.steps]
+        for model, optimizer in optimizers:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step(samples=2)
+    landed = [optimizer.progress.steps for _, optimizer in optimizers]
     sr.barrier()
-    landed.append(optimizer.progress.steps)
-    optimizer.join()
+    landed += [optimizer.progress.steps for _, optimizer in optimizers]
+    for _, optimizer in optimizers:
+        optimizer.join()
     return landed
 
 
 def test_the_ambient_ring_knows_what_travels_on_the_injected_one(ranks, size):
-    assert ranks(size).run(mix_rings) == [[size, 3 * size]] * size
+    assert ranks(size).run(mix_rings) == [[size, size, 3 * size, 3 * size]] * size
 
 
 def lose_a_rank(dying):
