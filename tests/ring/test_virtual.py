@@ -445,3 +445,20 @@ def test_sizes(size: int) -> None:
         return sr.allreduce(torch.ones(1)).item()
 
     assert sr.VirtualCluster(size).run(rank) == [1.0] * size
+
+
+def test_a_users_collective_drains_also_where_a_rank_took_no_step_since_the_last() -> None:
+    def train() -> tuple[float, float]:
+        x = torch.nn.Parameter(torch.zeros(1))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.25), "losp")
+        for epoch in range(3):
+            for _ in range(0 if (sr.ring().rank, epoch) == (1, 1) else 2):
+                optimizer.zero_grad()
+                x.sum().backward()
+                optimizer.step()
+            sr.allreduce(torch.ones(1))
+        optimizer.join()
+        return x.item(), optimizer.progress.steps
+
+    # Steps of a quarter: 6 of rank 0 and 4 of rank 1, averaged over two ranks.
+    assert sr.VirtualCluster(2).run(train) == [(-1.25, 10)] * 2

@@ -288,7 +288,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 def _drain_if_alive(reference: weakref.ref[Optimizer]) -> Callable[[], None]:
     def drain() -> None:
         optimizer = reference()
-        if isinstance(optimizer, RelaxedOptimizer) and not optimizer._engine.settled:
+        if isinstance(optimizer, RelaxedOptimizer) and optimizer._engine.started:
             optimizer.drain()
 
     return drain
