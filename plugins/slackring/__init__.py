@@ -14,7 +14,7 @@ from slackring._version import __version__
 from slackring.ring.ambient import ring
 
 if TYPE_CHECKING:
-    from slackring import rules, stragglers
+    from slackring import data, rules, stragglers
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
@@ -43,6 +43,7 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "data",
     "parse_rule",
     "ring",
     "rules",
@@ -62,7 +63,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("rules", "stragglers", "testing"):
+    if name in ("data", "rules", "stragglers", "testing"):
         return import_module(f"slackring.{name}")
     for module, names in _HOME.items():
         if name in names:
