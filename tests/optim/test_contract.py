@@ -383,8 +383,6 @@ def test_what_cannot_work_is_refused_with_a_way_out() -> None:
     optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), "bsp")
     with pytest.raises(UnsupportedError, match="follows a rule already"):
         sr.DistributedOptimizer(optimizer, "bsp")
-    with pytest.raises(UnsupportedError, match="before DistributedOptimizer"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     for refused in (optimizer.synchronize, optimizer.skip_synchronize):
         with pytest.raises(UnsupportedError, match="max_grad_norm="):
             refused()
@@ -522,3 +520,29 @@ def test_scales_may_differ_by_rank_and_an_overflow_costs_its_micro_batch_only() 
     one, two = sr.VirtualCluster(2).run(rank)
     assert one[0] == two[0] == pytest.approx((2 + 2 + 4) / 6)
     assert (one[1], two[1]) == ([2, 2], [0, 2])
+
+
+@pytest.mark.parametrize("rule", ["bsp", "losp", "local_sgd:steps=3", "relaxed:payload=gradient,steps=1,staleness=2"])
+def test_a_group_added_after_a_drain_keeps_its_settings_and_is_averaged(rule: str) -> None:
+    """peers.md 2B-2: Horovod gave a new group the wrong settings and did not reduce its gradients."""
+
+    def train() -> tuple[list[float], list[float]]:
+        pull = 1.0 + sr.ring().rank
+        old, new = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([old], lr=0.5, weight_decay=0.0), rule)
+        optimizer.step()
+        with pytest.raises(UnsupportedError, match=r"or after drain\(\)"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        optimizer.drain()
+        optimizer.add_param_group({"params": [new], "lr": 0.25})
+        assert optimizer.param_groups[1]["lr"] == 0.25
+        for _ in range(3):
+            optimizer.zero_grad()
+            (pull * (old.sum() + new.sum())).backward()
+            optimizer.step()
+        optimizer.drain()
+        assert optimizer.progress.steps == 3 * 4
+        return old.tolist(), new.tolist()
+
+    # Pulls of 1, 2 and 3, 2 in the mean: three steps of 0.5 * 2 and of 0.25 * 2.
+    assert sr.VirtualCluster(3).run(train) == [([-2.0] * 2, [-0.5] * 3)] * 3

@@ -71,6 +71,7 @@ class Engine:
         self.started = False
 
         self._rounds: Rounds  # from the start on
+        self._launched_before = 0  # by rounds that came before the newest start
         self._ending = Ending(rule.staleness, self._budget)
         self.progress = self._ending.progress
         self._samples = 1.0  # assumed for the next step
@@ -111,6 +112,7 @@ class Engine:
             listeners=self._listeners,
             use_average=self._step_on_average,
         )
+        self._rounds.launched = self._launched_before
         self.started = True
         if self._saved is not None:
             self._samples = self._saved["samples"]
@@ -161,8 +163,21 @@ class Engine:
                 f"a checkpoint of rule {saved['rule']!r} has no state that {str(self.rule)!r} can go on from; load it without "
                 "its 'slackring' entry to go on from the model alone."
             )
-        self._saved, self.started, self._probe, self._mark = saved, False, None, None
+        self._start_anew()
+        self._saved = saved
         self._local_step = 0 if saved is None else saved["local step"]
+
+    def extend(self, parameters: Sequence[Tensor]) -> None:
+        """Train more parameters from the next start on."""
+        self._start_anew()
+        self._names += [f"parameter.{len(self._parameters) + place}" for place in range(len(parameters))]
+        self._parameters += parameters
+
+    def _start_anew(self) -> None:
+        """Take the anchor and agree again before the next round."""
+        if self.started:
+            self._launched_before = self._rounds.launched
+        self.started, self._probe, self._mark = False, None, None
 
     # -- one local step --------------------------------------------------------------------------------------------------
 

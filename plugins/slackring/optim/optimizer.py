@@ -103,11 +103,7 @@ def DistributedOptimizer(
         raise UnsupportedError(f"max_grad_norm is above 0, not {max_grad_norm}.")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(parameters, named_parameters)
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter.dtype not in _DTYPES:
-            raise UnsupportedError(
-                f"parameter {name!r} is {parameter.dtype}; keep parameters in float32 or float64 (autocast for lower precision)."
-            )
+    _refuse_dtypes(parameters)
     chosen = ring or ambient_ring()
     engine = Engine(
         optimizer,
@@ -243,8 +239,12 @@ class RelaxedOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, before wrapping only."""
-        raise UnsupportedError("add parameter groups before DistributedOptimizer(), which fixes what the rounds carry.")
+        """Add a group with its own settings; on every rank, before the first step or after ``drain()``."""
+        if not self._engine.settled:
+            raise UnsupportedError("a parameter group is added before the first step or after drain(), not in between.")
+        super().add_param_group(param_group)
+        _refuse_dtypes(added := self.param_groups[-1]["params"])
+        self._engine.extend(added)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         base = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, RelaxedOptimizer))
@@ -292,6 +292,15 @@ def _drain_if_alive(reference: weakref.ref[Optimizer]) -> Callable[[], None]:
             optimizer.drain()
 
     return drain
+
+
+def _refuse_dtypes(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"a parameter of shape {list(parameter.shape)} is {parameter.dtype}; keep parameters in float32 or float64 "
+                "(autocast for lower precision)."
+            )
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:
