@@ -53,7 +53,7 @@ def _shared(command: F) -> F:
         click.option("--network", default="none", show_default=True, help="What a round costs, e.g. latency=0.01,bandwidth=1e9."),
         click.option("--step-time", type=float, help="Seconds to fill a local step up to, by sleep (virtual: 0.1)."),
         click.option("--batch-size", type=int, default=32, show_default=True, help="Samples in a rank's micro-batch."),
-        click.option("--momentum", type=float, default=0.9, show_default=True, help="Momentum of SGD."),
+        click.option("--momentum", type=float, default=0.0, show_default=True, help="Momentum of SGD."),
         click.option("--seconds", type=float, help=f"End after this many seconds of training ({_LIMIT:g} if no limit is given)."),
         click.option("--samples", type=float, help="End after this many samples of all ranks."),
         click.option("--rounds", type=int, help="End after this many rounds."),
@@ -67,7 +67,7 @@ def _shared(command: F) -> F:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="slackring")
 def cli() -> None:
-    r"""Relaxed synchronisation for data-parallel training over Horovod.
+    """Relaxed synchronisation for data-parallel training over Horovod.
 
     \b
     Example:
@@ -78,7 +78,7 @@ def cli() -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def doctor(as_json: bool) -> None:
-    r"""Check this machine: Python, PyTorch, Horovod, network, cores; and reduce once over two ranks.
+    """Check this machine: Python, PyTorch, Horovod, network, cores; and reduce once over two ranks.
 
     \b
     Example:
@@ -110,7 +110,7 @@ def doctor(as_json: bool) -> None:
 def train(
     rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, workers: int | None, **values: Any
 ) -> None:
-    r"""Train one model under one rule; on the ranks that horovodrun or torchrun start, else on one rank.
+    """Train one model under one rule; on the ranks that horovodrun or torchrun start, else on one rank.
 
     \b
     Examples:
@@ -166,7 +166,7 @@ def train(
 @click.option(
     "--lr-grid",
     callback=_numbers(float),
-    default="0.02,0.05,0.1,0.2,0.4",
+    default="0.05,0.1,0.2,0.4,0.8",
     show_default=True,
     help="Rates to tune on.",
 )
@@ -182,7 +182,7 @@ def compare(
     workers: int | None,
     **values: Any,
 ) -> None:
-    r"""Compare rules fairly: each at its own learning rate, tuned on virtual ranks, then run on real ones with other seeds.
+    """Compare rules fairly: each at its own learning rate, tuned on virtual ranks, then run on real ones with other seeds.
 
     \b
     Examples:
@@ -220,7 +220,7 @@ def compare(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def show(folder: Path, as_json: bool) -> None:
-    r"""Show a run or a comparison again.
+    """Show a run or a comparison again.
 
     \b
     Example:
@@ -250,7 +250,7 @@ def show(folder: Path, as_json: bool) -> None:
     "--out", type=click.Path(path_type=Path), default="runs/demo", show_default=True, help="Where results go."
 )
 def demo(notebook: Path, out: Path) -> None:
-    r"""Run the quickstart notebook: compare rules on real ranks; leave a page and print the table.
+    """Run the quickstart notebook: compare rules on real ranks; leave a page and print the table.
 
     \b
     Example:

@@ -390,6 +390,8 @@ def report(checks: Iterable[Check], console: Console) -> None:
     remedies = [check for check in checks if check.remedy]
     if remedies:
         console.print()
+    else:
+        console.print("\nA rule helps where ranks differ or the network is slow; slackring compare tells by how much.")
     for check in remedies:
         # Not wrapped, so that the command can be copied.
         console.print(f"{check.name}: [bold]{escape(check.remedy)}[/]", soft_wrap=True)

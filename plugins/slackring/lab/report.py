@@ -16,6 +16,7 @@ from slackring.lab.runs import Run
 __all__ = ["describe_injected", "print_comparison", "print_run", "table", "verdict"]
 
 _NOTHING = "-"
+_NOTHING_TO_GAIN = 0.95  # share of the no-wait limit
 
 
 def table(comparison: Comparison) -> Table:
@@ -151,5 +152,10 @@ def print_run(run: Run, folder: str, console: Console) -> None:
     ):
         lines.add_row(key, value)
     console.print(lines, highlight=False)
+    if summary.limit_share > _NOTHING_TO_GAIN and len(summary.wait_share) > 1:
+        console.print(
+            f"Ranks hardly waited: no rule could have made this more than {1 / summary.limit_share:.2f} times faster.",
+            highlight=False,
+        )
     if summary.interrupted:
         console.print("Interrupted: this run was cut short.", style="yellow")
