@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import psutil
 import pytest
@@ -24,25 +25,36 @@ def size(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Pool]]:
-    """Give the pool of a size. One is alive at a time, and a pool that failed is replaced."""
-    pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
+def pools() -> Iterator[Callable[[int, str], Pool]]:
+    """Give the pool of a size and kind. One is alive at a time, and a pool that failed is replaced."""
     listening_before = _listening()
-    pools: dict[int, Pool] = {}
+    alive: list[Pool] = []
 
-    def pool_of(size: int) -> Pool:
-        for other in pools.values():
-            if other.size != size:
-                other.close()
-        if size not in pools or not pools[size].alive:
-            pools[size] = Pool(size)
-        return pools[size]
+    def pool_of(size: int, kind: str) -> Pool:
+        if not alive or not alive[0].alive or (alive[0].size, alive[0].kind) != (size, kind):
+            while alive:
+                alive.pop().close()
+            alive.append(Pool(size, kind=kind))
+        return alive[0]
 
     yield pool_of
-    for pool in pools.values():
-        pool.close()
+    while alive:
+        alive.pop().close()
     assert not processes_of_pools(), "ranks were left running"
     assert _listening() <= listening_before, "ports were left open"
+
+
+@pytest.fixture(scope="session")
+def ranks(pools: Callable[[int, str], Pool]) -> Callable[[int], Pool]:
+    """Give the pool of Horovod ranks of a size."""
+    pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
+    return partial(pools, kind="horovod")
+
+
+@pytest.fixture(scope="session")
+def torch_ranks(pools: Callable[[int, str], Pool]) -> Callable[[int], Pool]:
+    """Give the pool of ``torch.distributed`` ranks of a size."""
+    return partial(pools, kind="torch")
 
 
 def _listening() -> set[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Real Horovod ranks that are started once and run job after job, since a rank costs seconds to start."""
+"""Real ranks that are started once and run job after job, since a rank costs seconds to start."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SLACKRING_TEST_POOL"  # environment variable by which every process of a pool is found again
+RANK = "SLACKRING_TEST_RANK"  # environment variable that tells a rank its kind and number
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
 _LOG_TAIL = 40
@@ -44,7 +45,7 @@ def job_name(function: Callable[..., Any]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def rendezvous(size: int) -> Iterator[list[dict[str, str]]]:
-    """Gloo's meeting point for as long as ranks come up; yields each rank's environment."""
+    """Gloo's meeting point for Horovod ranks; yields each rank's environment."""
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
@@ -63,30 +64,53 @@ def rendezvous(size: int) -> Iterator[list[dict[str, str]]]:
         server._httpd.server_close()  # stop() forgets it
 
 
+@contextlib.contextmanager
+def torch_store(size: int) -> Iterator[list[dict[str, str]]]:
+    """The store of ``torch.distributed``, as torchrun keeps it for its ranks; yields each rank's environment."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": str(size),
+    }
+    yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+_MEETING_POINTS = {"horovod": rendezvous, "torch": torch_store}
+
+
 def processes_of_pools(mark: str | None = None) -> list[psutil.Process]:
-    """Processes that a pool (or the pool with this mark) started, directly or not, and that still run."""
+    """Processes that this process's pools (or the one with this mark) started, directly or not, and that still run."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             value = process.environ().get(MARK)
-            if value is not None and mark in (None, value) and process.status() != psutil.STATUS_ZOMBIE:
+            ours = value is not None and (value == mark if mark else value.startswith(f"{os.getpid()}-"))
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
 class Pool:
-    """Horovod ranks over Gloo on this machine.
+    """Ranks over Gloo on this machine.
 
     Parameters
     ----------
     size
         Ranks.
     environment
-        Variables to set in the ranks beside Horovod's.
+        Variables to set in the ranks beside those of their library.
+    kind
+        "horovod", or "torch" for ``torch.distributed``.
     """
 
-    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
-        self.size, self.mark = size, uuid.uuid4().hex
+    def __init__(self, size: int, environment: dict[str, str] | None = None, kind: str = "horovod") -> None:
+        self.size, self.kind, self.mark = size, kind, f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._meeting = contextlib.ExitStack()
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="ring"))
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -100,11 +124,12 @@ class Pool:
             MARK: self.mark,
         }
         try:
-            with Listener(str(self._folder / "jobs"), "AF_UNIX", backlog=size) as listener, rendezvous(size) as slots:
+            slots = self._meeting.enter_context(_MEETING_POINTS[kind](size))
+            with Listener(str(self._folder / "jobs"), "AF_UNIX", backlog=size) as listener:
                 for rank, slot in enumerate(slots):
                     with (self._folder / f"{rank}.log").open("wb") as out:
                         command = [sys.executable, "-m", "tests.multirank.worker", str(listener.address)]
-                        env = {**os.environ, **settings, **slot, **(environment or {})}
+                        env = {**os.environ, **settings, RANK: f"{kind} {rank}", **slot, **(environment or {})}
                         self._ranks.append(
                             subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
                         )
@@ -250,4 +275,5 @@ class Pool:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
                 left.wait(5.0)
+        self._meeting.close()
         shutil.rmtree(self._folder)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -37,11 +38,17 @@ def main(address: str) -> None:
         except OSError:
             os._exit(0)
 
-    link.send_bytes(pickle.dumps(int(os.environ["HOROVOD_RANK"])))
+    kind, rank = os.environ["SLACKRING_TEST_RANK"].split()
+    link.send_bytes(pickle.dumps(int(rank)))
     try:
-        import horovod.torch as hvd
+        if kind == "horovod":
+            import horovod.torch as hvd
 
-        hvd.init()
+            hvd.init()
+        else:
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     except BaseException:
         answer(False, traceback.format_exc())
         raise

@@ -1,0 +1,312 @@
+"""The ring of ``torch.distributed``: the promises on it, its collectives, its errors, and torchrun."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.multirank.pool import MARK, ROOT, processes_of_pools
+from tests.multirank.test_promises import RULES, SHARED, keep
+from torch import nn
+
+import slackring as sr
+from slackring.errors import RingError
+from slackring.ring.ambient import ring as ambient
+from slackring.ring.injected import InjectedNetwork
+from slackring.ring.torch import TorchRing
+
+ON_FOUR = ("bsp", "losp:k_max=8,compensation=0.75")
+TIMEOUT = 5  # seconds, of the process group
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def batches(rank, count, samples=4):
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(count):
+        x = torch.randn(samples, 8, generator=generator, dtype=torch.float64)
+        yield x, x.sum(1).gt(0).long()
+
+
+def flat(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def collectives():
+    ring = ambient()
+    assert isinstance(ring, TorchRing)
+    assert (ring.kind, ring.rank, ring.size) == ("torch", dist.get_rank(), dist.get_world_size())
+    assert ring is ambient()
+    grid = torch.arange(6.0).reshape(2, 3) + ring.rank
+    mean = sr.allreduce(grid.t())  # not contiguous, and left alone
+    torch.testing.assert_close(mean, grid.t() - ring.rank + (ring.size - 1) / 2)
+    assert sr.allreduce(torch.tensor(ring.rank), average=False) == ring.size * (ring.size - 1) // 2
+    last = ring.size - 1
+    assert torch.equal(sr.broadcast(grid.t(), root=last), grid.t() - ring.rank + last)
+    sr.barrier()
+    return ring.gather(bytes([65 + ring.rank]) * (3 * ring.rank), "mine"), ring.gather(b"", "empty")
+
+
+@pytest.mark.parametrize("size", [2, 4], indirect=True)
+def test_collectives(torch_ranks, size):
+    by_rank = [bytes([65 + rank]) * (3 * rank) for rank in range(size)]
+    assert torch_ranks(size).run(collectives) == [(by_rank, [b""] * size)] * size
+
+
+@pytest.mark.parametrize("promise", SHARED)
+@pytest.mark.parametrize(
+    ("size", "rule"), [(2, rule) for rule in RULES] + [(4, rule) for rule in ON_FOUR], indirect=["size"]
+)
+def test_promise(torch_ranks, size, rule, promise):
+    torch_ranks(size).run(keep, rule, promise)
+
+
+def rounds_beside_the_users_own():
+    """Three rounds of one name and two of another in flight, in different orders, beside sums on the default group."""
+    ring = ambient()
+    sums = {}
+
+    def launch(name):
+        sums[name] = ring.open(name), torch.full((3,), float(int(name[-1]) + ring.rank), dtype=torch.float64)
+        flight, tensor = sums[name]
+        flight.send(tensor)
+        flight.seal()
+
+    ones, others = ["one.0", "one.1", "one.2"], ["other.7", "other.8"]
+    for name in ones + others if ring.rank == 0 else others + ones:
+        launch(name)
+    own = torch.full((3,), 1000.0, dtype=torch.float64)
+    dist.all_reduce(own)
+    for flight, _ in sums.values():
+        flight.wait()
+        assert flight.done()
+    return own.tolist(), {name: float(tensor.unique()) for name, (_, tensor) in sums.items()}
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_rounds_do_not_mix_with_each_other_or_the_users_own(torch_ranks, size):
+    expected = {name: 2.0 * int(name[-1]) + 1 for name in ("one.0", "one.1", "one.2", "other.7", "other.8")}
+    torch_ranks(2).run(collectives)  # both channels of this test are new, whatever ran before
+    assert torch_ranks(2).run(warm_up, ["one.0", "other.0"]) == [None, None]
+    assert torch_ranks(2).run(rounds_beside_the_users_own) == [([2000.0] * 3, expected)] * 2
+
+
+def warm_up(names):
+    for name in names:
+        ambient().gather(b"", name)
+
+
+def wait_for_a_late_rank(seconds):
+    """CPU seconds, and wall-clock seconds, of waiting."""
+    ring = ambient()
+    sr.barrier()
+    if ring.rank == 0:
+        time.sleep(seconds)
+    cpu, wall = time.thread_time(), time.monotonic()
+    flight = ring.open("late.0")
+    flight.send(torch.ones(1))
+    flight.seal()
+    first_answer = flight.done()
+    flight.wait()
+    return first_answer, time.thread_time() - cpu, time.monotonic() - wall
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_waiting_sleeps(torch_ranks, size):
+    torch_ranks(2).run(warm_up, ["late.0"])
+    done_at_once, cpu, wall = torch_ranks(2).run(wait_for_a_late_rank, 1.0)[1]
+    assert not done_at_once
+    assert wall > 0.9
+    assert cpu < 0.25 * wall
+
+
+def train(wrap, steps):
+    """A script of DistributedDataParallel's, and the same one with a rule."""
+    ring, model = ambient(), make_model()
+    net = nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if wrap != "ddp":
+        optimizer = sr.DistributedOptimizer(optimizer, rule=wrap, named_parameters=model.named_parameters())
+    for x, y in batches(ring.rank, steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    if wrap != "ddp":
+        optimizer.join()
+    return flat(model)
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_bsp_is_distributed_data_parallel(torch_ranks, size):
+    ours, theirs = (torch_ranks(2).run(train, wrap, 10) for wrap in ("bsp", "ddp"))
+    assert torch.equal(ours[0], ours[1])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["local_sgd:steps=3", "cocod:steps=2", "relaxed:payload=gradient,steps=1,staleness=1"])
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_the_virtual_ring_gives_the_same_model(torch_ranks, size, rule):
+    real, virtual = torch_ranks(2).run(train, rule, 12), sr.VirtualCluster(2).run(train, rule, 12)
+    assert torch.equal(real[0], real[1])
+    assert torch.equal(real[0], virtual[0])
+
+
+def train_under_network(latency, bandwidth):
+    """Seconds of a round of BSP with a payload of 400 kB, and of the rounds' own record."""
+    ring = ambient()
+    model = nn.Linear(1000, 100, bias=False)
+    model.weight.data.fill_(0.1)
+    injected = InjectedNetwork(ring, sr.Network(latency=latency, bandwidth=bandwidth))
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", ring=injected)
+    took = []
+    for _ in range(6):
+        start = time.monotonic()
+        optimizer.zero_grad()
+        model(torch.ones(2, 1000)).sum().backward()
+        optimizer.step(samples=2)
+        took.append(time.monotonic() - start)
+    sr.allreduce(torch.ones(1))  # over the ambient ring; drains the rounds of the injected one
+    optimizer.join()
+    return sorted(took[1:])[2]
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_injected_network(torch_ranks, size):
+    slow = torch_ranks(2).run(train_under_network, 0.1, 400_000 / 0.1)
+    assert min(slow) > 0.195
+    assert max(slow) < 0.39, "more was injected than asked for"
+
+
+def groups_after(optimizers):
+    """Process groups of this rank after as many optimizers have come and gone, and its threads."""
+    counts = []
+    for _ in range(optimizers):
+        train("losp:k_max=4", 3)
+        gc.collect()
+        counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_process_groups_go_with_their_optimizers(torch_ranks, size):
+    for counts in torch_ranks(2).run(groups_after, 6):
+        assert counts[-1] == counts[1], counts
+
+
+def lose_a_rank(dying):
+    """What the survivors see of a rank that is killed between two rounds, and in how many seconds."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "losp:k_max=4")
+    started = time.monotonic()
+    try:
+        for step in range(100_000):
+            if step == 20:
+                started = time.monotonic()
+                if ambient().rank == dying:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step(samples=1)
+    except RingError as exc:
+        first, seconds = str(exc), time.monotonic() - started
+    else:
+        raise AssertionError("nobody noticed")
+    with pytest.raises(RingError, match="failed before"):
+        sr.allreduce(torch.ones(1))
+    return first, seconds
+
+
+@pytest.mark.parametrize("size", [2, 4], indirect=True)
+def test_a_killed_rank_is_named_by_all_others(torch_ranks, size):
+    answers = torch_ranks(size).run(lose_a_rank, size - 1, dies={size - 1})
+    assert answers[-1] is None
+    for rank, (message, seconds) in enumerate(answers[:-1]):
+        assert message.startswith(f"rank {rank}: 'slackring."), message
+        assert f"because another rank died: rank {size - 1} (process" in message
+        assert seconds < 10, "noticed long before the timeout of the process group"
+
+
+def stay_away(store):
+    """What rank 0 is told that waits, in another default group, for a rank that is alive, but never enters."""
+    rank, before = dist.get_rank(), ambient()
+    dist.barrier()
+    dist.destroy_process_group()
+    group = {"rank": rank, "world_size": before.size, "timeout": timedelta(seconds=TIMEOUT)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", **group)
+    assert ambient() is not before
+    sr.barrier()
+    if rank == 1:
+        time.sleep(TIMEOUT + 2)
+        return None
+    started = time.monotonic()
+    with pytest.raises(RingError) as failure:
+        sr.allreduce(torch.ones(1))
+    return str(failure.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout_of_the_users_group(torch_ranks, size, tmp_path):
+    pool = torch_ranks(2)
+    message, seconds = pool.run(stay_away, tmp_path / "store")[0]
+    pool.close()  # its default group is another one now
+    assert message.startswith("rank 0: 'slackring.user' failed, most likely because another rank died: ")
+    assert TIMEOUT - 1 < seconds < TIMEOUT + 2
+
+
+def torchrun(ranks, *command):
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", MARK: mark},
+        cwd=ROOT,
+        check=False,
+    )
+    assert not processes_of_pools(mark), "torchrun left processes running"
+    return done
+
+
+def test_torchrun_trains(tmp_path):
+    options = ["--task", "digits", "--rule", "losp:k_max=8", "--samples", "20000", "--out", str(tmp_path), "--json"]
+    done = torchrun(2, "-m", "slackring", "train", *options)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["ring"], told["ranks"], told["rule"]) == ("torch", 2, "losp:k_max=8")
+    assert told["final_accuracy"] > 0.8
+    assert Path(told["run"]).parent == tmp_path
+    assert [folder.name for folder in tmp_path.iterdir()] == [Path(told["run"]).name], "one rank writes the run"
+
+
+def test_a_mistake_under_torchrun_is_told_once():
+    done = torchrun(2, "-m", "slackring", "train", "--rule", "lsop")
+    assert done.returncode != 0
+    assert done.stderr.count("slackring: error:") == 1
+    assert "there is no rule named 'lsop'" in done.stderr
+
+
+def test_a_rank_that_has_not_called_init_does_not_train_alone(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RingError, match=r"torchrun started.*call torch.distributed.init_process_group\(\) first"):
+        sr.ring()
+    with pytest.raises(RingError, match=r"not initialised; call torch.distributed.init_process_group\(\) first"):
+        TorchRing()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert sr.ring().size == 1
