@@ -45,6 +45,11 @@ def nan():
         bad = sr.ring().rank == 1 and len(calls) > 20
         return task.loss(output, labels) * (float("nan") if bad else 1)
     return dataclasses.replace(task, loss=loss)
+
+def broken():
+    def loss(output, labels):
+        raise ValueError("this loss is broken")
+    return dataclasses.replace(load_task("digits"), loss=loss)
 """
 
 
@@ -93,6 +98,7 @@ def test_two_ranks_train_and_write_one_run(tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     run = load_run(folder)
     assert (run.facts["ring"], run.facts["ranks"]) == ("horovod", 2)
+    assert run.facts["versions"]["horovod"]
     assert run.summary.final_accuracy > 0.7
     assert sorted(set(run.steps["rank"])) == [0, 1]
     assert "100%" in out  # the bar of rank 0
@@ -176,6 +182,16 @@ def test_compare_runs_all_rules_on_the_same_ranks(tmp_path):
     bsp, losp = rows
     assert losp["limit_share"] > 1.5 * bsp["limit_share"]
     assert load_run(tmp_path / losp["run"]).facts["ring"] == "horovod"
+
+
+def test_ranks_that_fail_in_a_comparison_are_quoted(tmp_path):
+    (tmp_path / "bad_task.py").write_text(TASK)
+    with compare(tmp_path, "--rules", "bsp", "--seconds", "3", "--task", "bad_task:broken") as process:
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert "the Horovod ranks ended before their work was done" in err
+    assert "ValueError: this loss is broken" in err
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_ctrl_c_in_a_comparison_keeps_the_runs_made(tmp_path):
