@@ -196,15 +196,15 @@ def compare(
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.report import print_comparison
-    from slackring.ring.ambient import launched_by_horovodrun
+    from slackring.ring.ambient import launcher
     from slackring.rules.text import parse_rules
 
     texts = tuple(map(str, parse_rules(rules)))
     # Tuning needs a step time, and the runs that count are to be like it.
     base = TrainConfig(**_filled(values, virtual=True))
     config = CompareConfig(base, texts, _WORKERS if workers is None else workers, lr_grid, seeds, virtual=virtual)
-    if launched_by_horovodrun():
-        raise SpecError("compare starts its own ranks; run it without horovodrun, with --workers.")
+    if launcher() is not None:
+        raise SpecError(f"compare starts its own ranks; run it without {launcher()}, with --workers.")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with Interrupt() as interrupt:
         comparison = compare_rules(config, out, interrupt=interrupt, say=errors.print)
@@ -214,6 +214,41 @@ def compare(
         print_comparison(comparison, _console())
     if interrupt.signal is not None:
         sys.exit(128 + interrupt.signal)
+
+
+@cli.command()
+@click.option("--rule", "rules", required=True, help="The rule, or several joined by commas, which take turns.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the first interleaving; the next ones count on."
+)
+@click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="Interleavings to play.")
+def fuzz(rules: str, seed: int, count: int) -> None:
+    """Play random interleavings of step times, leaves, overflows, drains and stops on virtual ranks, against the promises.
+
+    The first that breaks one ends it with exit code 1 and the command that plays it again.
+
+    \b
+    Example:
+      slackring fuzz --rule bsp,losp --count 10000
+    """
+    import logging
+
+    from tqdm import tqdm
+
+    from slackring.rules.text import parse_rules
+    from slackring.testing import PromiseBroken
+    from slackring.testing.fuzz import fuzz as play
+
+    parsed = parse_rules(rules)
+    logging.getLogger("slackring").setLevel(logging.ERROR)  # overflows are part of the game
+    with tqdm(total=count, unit="interleaving", disable=None, mininterval=0.5) as bar:
+        try:
+            play(parsed, seed, count, lambda done: bar.update())
+        except PromiseBroken as exc:
+            bar.close()
+            click.echo(f"slackring: broken promise: {exc}", err=True)
+            sys.exit(1)
+    click.echo(f"{count} interleavings of {', '.join(map(str, parsed))} from seed {seed}: no promise broken.")
 
 
 @cli.command()
@@ -289,11 +324,11 @@ def _console() -> Console:
 
 def _open_ring(virtual: bool) -> Ring:
     """Open the ring of this process."""
-    from slackring.ring.ambient import launched_by_horovodrun, launched_by_torchrun, ring
+    from slackring.ring.ambient import launcher, ring
 
-    if launched_by_horovodrun():
-        if virtual:
-            raise SpecError("virtual ranks all live in one process; run --virtual without horovodrun, with --workers.")
+    if launcher() is not None and virtual:
+        raise SpecError(f"virtual ranks all live in one process; run --virtual without {launcher()}, with --workers.")
+    if launcher() == "horovodrun":
         import torch
 
         from slackring.ring.horovod import import_horovod
@@ -303,7 +338,7 @@ def _open_ring(virtual: bool) -> Ring:
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one machine share its cores.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
-    elif launched_by_torchrun() and not virtual:
+    elif launcher() == "torchrun":
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
