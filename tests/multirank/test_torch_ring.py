@@ -268,6 +268,39 @@ def test_a_rank_that_stays_away_is_an_error_after_the_timeout_of_the_users_group
     assert TIMEOUT - 1 < seconds < TIMEOUT + 2
 
 
+def sum_on_the_gpu(backend, store):
+    """A round with a payload on the GPU and a control block on the CPU, in a default group of `backend`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    ring = ambient()
+    payload = torch.full((1000,), float(rank + 1), device="cuda")
+    control = torch.full((5,), 1.0, dtype=torch.float64)
+    flight = ring.open("gpu.0")
+    payload.mul_(2)  # not done yet when the round starts
+    flight.send(payload)
+    flight.send(control)
+    flight.seal()
+    flight.wait()
+    payload.add_(1)  # behind the sum, in stream order
+    copy = sr.broadcast(payload)
+    return payload.unique().tolist(), control.unique().tolist(), str(copy.device), ring.gather(b"x", "gpu.1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)])
+def test_tensors_are_summed_where_they_lie(pools, backend, size, tmp_path):
+    """NCCL refuses two ranks on one GPU, so it is tried with one."""
+    pool = pools(size, "torch")
+    total = float(size * (size + 1) + 1)
+    try:
+        expected = ([total], [float(size)], "cuda:0", [b"x"] * size)
+        assert pool.run(sum_on_the_gpu, backend, tmp_path / "store") == [expected] * size
+    finally:
+        pool.close()
+
+
 def torchrun(ranks, *command):
     mark = uuid.uuid4().hex
     done = subprocess.run(

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from slackring.lab.config import TrainConfig
 from slackring.optim.progress import Progress
-from slackring.ring.ambient import launched_by_horovodrun
+from slackring.ring.ambient import launcher
 
 __all__ = ["ProgressBar"]
 
@@ -34,7 +34,7 @@ class ProgressBar:
 
     def __init__(self, config: TrainConfig, shown: bool | None = None) -> None:
         if shown is None:
-            shown = sys.stderr.isatty() or launched_by_horovodrun()
+            shown = sys.stderr.isatty() or launcher() == "horovodrun"
         self._by = next(limit for limit in ("seconds", "samples", "rounds") if getattr(config, limit) is not None)
         self._total = float(getattr(config, self._by))
         self._bar = tqdm(

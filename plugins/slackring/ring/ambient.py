@@ -10,20 +10,19 @@ from slackring.errors import RingError
 from slackring.ring.base import Ring
 from slackring.ring.single import SingleRing
 
-__all__ = ["current", "launched_by_horovodrun", "launched_by_torchrun", "ring"]
+__all__ = ["current", "launcher", "ring"]
 
 current: ContextVar[Ring | None] = ContextVar("slackring_ring", default=None)
 _process_ring: Ring | None = None
 
 
-def launched_by_horovodrun() -> bool:
-    """Whether this process is one of several ranks that a Horovod launcher started."""
-    return int(os.environ.get("HOROVOD_SIZE", "1")) > 1
-
-
-def launched_by_torchrun() -> bool:
-    """Whether this process is one of several ranks that torchrun, or a launcher like it, started."""
-    return {"RANK", "MASTER_ADDR"} <= os.environ.keys() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+def launcher() -> str | None:
+    """What started this process as one of several ranks: "horovodrun" or "torchrun" (or one like it), None if nothing did."""
+    if int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
+        return "horovodrun"
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "torchrun"
+    return None
 
 
 def ring() -> Ring:
@@ -65,11 +64,11 @@ def ring() -> Ring:
         if not isinstance(found, TorchRing) or not found.current:
             found = _process_ring = TorchRing()
         return found
-    if launched_by_horovodrun():
+    if launcher() == "horovodrun":
         raise RingError(
             "this process is one of several Horovod ranks, but Horovod is not initialised; call hvd.init() first."
         )
-    if launched_by_torchrun():
+    if launcher() == "torchrun":
         raise RingError(
             "this process is one of several ranks that torchrun started, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first."

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -93,10 +94,11 @@ class TorchRing(PolledRing[_Under]):
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Collect every rank's bytes on every rank."""
-        lengths = [int(length) for length in self._allgather(torch.tensor([len(payload)]), name)]
+        mine = torch.tensor([len(payload)], device="cpu")
+        lengths = [int(length) for length in self._allgather(mine, name)]
         # Gloo gathers tensors of one size, which must not be zero.
-        body = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-        body[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+        body = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device="cpu")
+        body.numpy()[: len(payload)] = np.frombuffer(payload, np.uint8)
         gathered = self._allgather(body, name)
         return [body[:length].numpy().tobytes() for body, length in zip(gathered, lengths, strict=True)]
 
