@@ -85,7 +85,7 @@ def test_json_is_all_that_goes_to_stdout(monkeypatch, capsys, tmp_path):
     values = json.loads(out)
     assert code == 0
     assert (values["rule"], values["ranks"], values["ring"]) == ("bsp", 4, "virtual")
-    assert values["lr"] == pytest.approx(0.4)  # Horovod's habit: times the ranks
+    assert values["lr"] == pytest.approx(0.8)  # Horovod's habit: times the ranks
     code, shown, _ = invoke(monkeypatch, capsys, "show", values["run"], "--json")
     assert (code, json.loads(shown)) == (0, values)
 

@@ -103,7 +103,7 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--lr",
     type=float,
-    help="Of SGD. Default: 0.1 for rules that send deltas, times the ranks for bsp.",
+    help="Of SGD. Default: 0.2 for rules that send deltas, times the ranks for bsp.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler.")
 @_shared

@@ -21,7 +21,7 @@ from slackring.lab.report import print_comparison, verdict
 from slackring.lab.runs import load_run
 
 BASE = TrainConfig(
-    task="digits", step_time=0.1, straggler="persistent:ranks=2+3,factor=1.3+4", seconds=10.0, target=0.8
+    task="digits", step_time=0.1, straggler="persistent:ranks=2+3,factor=1.3+4", seconds=10.0, target=0.8, momentum=0.9
 )
 CONFIG = CompareConfig(BASE, ("bsp", "losp"), lr_grid=(0.05, 0.2), seeds=(0, 1), tuning_runs=1, virtual=True)
 SCHEMA = {
@@ -158,6 +158,15 @@ def test_plots_show_every_rule(comparison, tmp_path):
     assert [panel.get_title(loc="left").split(":")[0] for panel in timeline.axes] == ["bsp", "losp"]
     timeline.savefig(tmp_path / "timeline.png")
     assert {file.name for file in comparison.folder.iterdir()} >= {"accuracy.png", "timeline.png", "comparison.json"}
+
+
+def test_the_plot_shows_target_and_curves_also_where_nothing_was_learnt(comparison, tmp_path):
+    run = comparison.runs()["bsp"][0]
+    poor = dataclasses.replace(run, curve=run.curve.assign(accuracy=run.curve["accuracy"] / 8))
+    axes = accuracy_plot({"bsp": [poor]}).axes[0]
+    low, high = axes.get_ylim()
+    assert low < poor.curve["accuracy"].max() < run.config.target < high
+    axes.figure.savefig(tmp_path / "accuracy.png")
 
 
 def test_an_interrupt_keeps_the_runs_that_were_made(tmp_path, monkeypatch):

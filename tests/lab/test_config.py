@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slackring.errors import RuleError, SpecError, StragglerError
-from slackring.lab.config import TrainConfig
+from slackring.lab.config import SINGLE_RANK_LR, TrainConfig
 
 
 def test_json_holds_everything():
@@ -39,8 +39,8 @@ def test_what_cannot_be_is_refused_in_one_line(values, error, told):
 
 
 def test_gradient_rules_take_the_lr_times_the_ranks():
-    assert TrainConfig(rule="bsp", seconds=1.0).with_lr(4).lr == pytest.approx(0.4)
-    assert TrainConfig(rule="losp", seconds=1.0).with_lr(4).lr == pytest.approx(0.1)
+    assert TrainConfig(rule="bsp", seconds=1.0).with_lr(4).lr == pytest.approx(4 * SINGLE_RANK_LR)
+    assert TrainConfig(rule="losp", seconds=1.0).with_lr(4).lr == SINGLE_RANK_LR
     given = TrainConfig(rule="bsp", lr=0.3, seconds=1.0)
     assert given.with_lr(4) == given
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from slackring.errors import DataError
-from slackring.lab.config import TrainConfig
+from slackring.lab.config import SINGLE_RANK_LR, TrainConfig
 from slackring.lab.runs import check_writable, load_run, new_folder, new_name, save_run
 from slackring.lab.train import train_virtual
 
@@ -38,7 +38,7 @@ def test_the_config_says_what_a_reader_needs(run, tmp_path):
     config = json.loads((save_run(run, tmp_path, "one") / "config.json").read_text())
     assert config["schema"] == 1
     assert config["injected"] == {"step_time": 0.1, "straggler": "persistent:ranks=1,factor=2.0", "network": "none"}
-    assert config["lr"] == 0.1
+    assert config["lr"] == SINGLE_RANK_LR
     assert config["lr_source"].startswith("default")
     assert {"seed", "git", "versions", "processor", "cores", "ranks"} <= set(config)
     assert config["versions"]["torch"]

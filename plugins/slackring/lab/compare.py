@@ -57,7 +57,7 @@ class CompareConfig:
     base: TrainConfig
     rules: tuple[str, ...]
     workers: int = 4
-    lr_grid: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
+    lr_grid: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
     seeds: tuple[int, ...] = (0,)
     tuning_runs: int = 2
     virtual: bool = False
@@ -239,9 +239,9 @@ def tune(config: CompareConfig, rule: str, *, interrupt: Interrupt | None = None
     Examples
     --------
     >>> base = TrainConfig(task="digits", step_time=0.1, seconds=10.0, target=0.85)
-    >>> tuned = tune(CompareConfig(base, rules=("losp",), lr_grid=(0.001, 0.1), tuning_runs=1), "losp")
+    >>> tuned = tune(CompareConfig(base, rules=("losp",), lr_grid=(0.001, 0.4), tuning_runs=1), "losp")
     >>> tuned.lr, tuned.at_edge, tuned.tried[0.001][0]
-    (0.1, True, None)
+    (0.4, True, None)
     """
     tried: dict[float, tuple[float | None, float | None]] = {}
     if len(config.lr_grid) > 1:

@@ -15,7 +15,7 @@ from slackring.stragglers import parse as parse_straggler
 
 __all__ = ["SINGLE_RANK_LR", "TrainConfig"]
 
-SINGLE_RANK_LR = 0.1
+SINGLE_RANK_LR = 0.2
 """The learning rate of one rank, where none is given."""
 
 
@@ -69,7 +69,7 @@ class TrainConfig:
     batch_size: int = 32
     lr: float | None = None
     lr_source: str = "given"
-    momentum: float = 0.9
+    momentum: float = 0.0
     seconds: float | None = None
     samples: float | None = None
     rounds: int | None = None

@@ -70,7 +70,7 @@ def train_virtual(
 
     Examples
     --------
-    >>> run = train_virtual(TrainConfig(task="digits", rule="losp", step_time=0.1, seconds=5.0), size=4)
+    >>> run = train_virtual(TrainConfig(task="digits", rule="losp", lr=0.4, step_time=0.1, seconds=5.0), size=4)
     >>> run.facts["ring"], run.summary.steps > 4 * 40, run.summary.final_accuracy > 0.8
     ('virtual', True, True)
     """
