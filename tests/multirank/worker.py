@@ -58,7 +58,9 @@ def main(address: str) -> None:
         module, name, args, kwargs = pickle.loads(jobs.get())
         try:
             result = getattr(importlib.import_module(module), name)(*args, **kwargs)
-            gc.collect()  # what a job leaves behind is gone on every rank before the next one
+            # What a job leaves behind is gone on every rank before the next one; what stays is not looked at again.
+            gc.collect()
+            gc.freeze()
             answer(True, result)
         except BaseException:
             answer(False, traceback.format_exc())
