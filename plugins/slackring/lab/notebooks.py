@@ -66,7 +66,7 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
         except papermill.exceptions.PapermillExecutionError as exc:
             where = f"cell {exc.cell_index + 1} of {str(executed)!r}"
             raise SlackringError(f"{where} failed: {exc.ename}: {exc.evalue}") from exc
-        body, _ = nbconvert.HTMLExporter(exclude_input=True).from_filename(str(executed))  # type: ignore[no-untyped-call]
+        body, _ = nbconvert.HTMLExporter(exclude_input=True, exclude_output_prompt=True).from_filename(str(executed))  # type: ignore[no-untyped-call]
     page = executed.with_suffix(".html")
     page.write_text(body, encoding="utf-8")
     return page
