@@ -61,18 +61,19 @@ def collectives():
     return ring.gather(bytes([65 + ring.rank]) * (3 * ring.rank), "mine"), ring.gather(b"", "empty")
 
 
-@pytest.mark.parametrize("size", [2, 4], indirect=True)
-def test_collectives(torch_ranks, size):
-    by_rank = [bytes([65 + rank]) * (3 * rank) for rank in range(size)]
-    assert torch_ranks(size).run(collectives) == [(by_rank, [b""] * size)] * size
+def check_collectives(pool):
+    by_rank = [bytes([65 + rank]) * (3 * rank) for rank in range(pool.size)]
+    assert pool.run(collectives) == [(by_rank, [b""] * pool.size)] * pool.size
+
+
+def test_collectives(torch_ranks):
+    check_collectives(torch_ranks(2))
 
 
 @pytest.mark.parametrize("promise", SHARED)
-@pytest.mark.parametrize(
-    ("size", "rule"), [(2, rule) for rule in RULES] + [(4, rule) for rule in ON_FOUR], indirect=["size"]
-)
-def test_promise(torch_ranks, size, rule, promise):
-    torch_ranks(size).run(keep, rule, promise)
+@pytest.mark.parametrize("rule", RULES)
+def test_promise(torch_ranks, rule, promise):
+    torch_ranks(2).run(keep, rule, promise)
 
 
 def rounds_beside_the_users_own():
@@ -97,8 +98,7 @@ def rounds_beside_the_users_own():
     return own.tolist(), {name: float(tensor.unique()) for name, (_, tensor) in sums.items()}
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_rounds_do_not_mix_with_each_other_or_the_users_own(torch_ranks, size):
+def test_rounds_do_not_mix_with_each_other_or_the_users_own(torch_ranks):
     expected = {name: 2.0 * int(name[-1]) + 1 for name in ("one.0", "one.1", "one.2", "other.7", "other.8")}
     torch_ranks(2).run(collectives)  # both channels of this test are new, whatever ran before
     assert torch_ranks(2).run(warm_up, ["one.0", "other.0"]) == [None, None]
@@ -125,8 +125,7 @@ def wait_for_a_late_rank(seconds):
     return first_answer, time.thread_time() - cpu, time.monotonic() - wall
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_waiting_sleeps(torch_ranks, size):
+def test_waiting_sleeps(torch_ranks):
     torch_ranks(2).run(warm_up, ["late.0"])
     done_at_once, cpu, wall = torch_ranks(2).run(wait_for_a_late_rank, 1.0)[1]
     assert not done_at_once
@@ -150,16 +149,14 @@ def train(wrap, steps):
     return flat(model)
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_bsp_is_distributed_data_parallel(torch_ranks, size):
+def test_bsp_is_distributed_data_parallel(torch_ranks):
     ours, theirs = (torch_ranks(2).run(train, wrap, 10) for wrap in ("bsp", "ddp"))
     assert torch.equal(ours[0], ours[1])
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["local_sgd:steps=3", "cocod:steps=2", "relaxed:payload=gradient,steps=1,staleness=1"])
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_the_virtual_ring_gives_the_same_model(torch_ranks, size, rule):
+def test_the_virtual_ring_gives_the_same_model(torch_ranks, rule):
     real, virtual = torch_ranks(2).run(train, rule, 12), sr.VirtualCluster(2).run(train, rule, 12)
     assert torch.equal(real[0], real[1])
     assert torch.equal(real[0], virtual[0])
@@ -184,8 +181,7 @@ def train_under_network(latency, bandwidth):
     return sorted(took[1:])[2]
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_injected_network(torch_ranks, size):
+def test_injected_network(torch_ranks):
     slow = torch_ranks(2).run(train_under_network, 0.1, 400_000 / 0.1)
     assert min(slow) > 0.195
     assert max(slow) < 0.39, "more was injected than asked for"
@@ -201,8 +197,7 @@ def groups_after(optimizers):
     return counts
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_process_groups_go_with_their_optimizers(torch_ranks, size):
+def test_process_groups_go_with_their_optimizers(torch_ranks):
     for counts in torch_ranks(2).run(groups_after, 6):
         assert counts[-1] == counts[1], counts
 
@@ -231,14 +226,18 @@ def lose_a_rank(dying):
     return first, seconds
 
 
-@pytest.mark.parametrize("size", [2, 4], indirect=True)
-def test_a_killed_rank_is_named_by_all_others(torch_ranks, size):
-    answers = torch_ranks(size).run(lose_a_rank, size - 1, dies={size - 1})
+def check_that_a_killed_rank_is_named(pool):
+    last = pool.size - 1
+    answers = pool.run(lose_a_rank, last, dies={last})
     assert answers[-1] is None
     for rank, (message, seconds) in enumerate(answers[:-1]):
         assert message.startswith(f"rank {rank}: 'slackring."), message
-        assert f"because another rank died: rank {size - 1} (process" in message
+        assert f"because another rank died: rank {last} (process" in message
         assert seconds < 10, "noticed long before the timeout of the process group"
+
+
+def test_a_killed_rank_is_named_by_the_other(torch_ranks):
+    check_that_a_killed_rank_is_named(torch_ranks(2))
 
 
 def stay_away(store):
@@ -259,13 +258,26 @@ def stay_away(store):
     return str(failure.value), time.monotonic() - started
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-def test_a_rank_that_stays_away_is_an_error_after_the_timeout_of_the_users_group(torch_ranks, size, tmp_path):
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout_of_the_users_group(torch_ranks, tmp_path):
     pool = torch_ranks(2)
     message, seconds = pool.run(stay_away, tmp_path / "store")[0]
     pool.close()  # its default group is another one now
     assert message.startswith("rank 0: 'slackring.user' failed, most likely because another rank died: ")
     assert TIMEOUT - 1 < seconds < TIMEOUT + 2
+
+
+def test_collectives_on_four_ranks(torch_ranks):
+    check_collectives(torch_ranks(4))
+
+
+@pytest.mark.parametrize("promise", SHARED)
+@pytest.mark.parametrize("rule", ON_FOUR)
+def test_promise_on_four_ranks(torch_ranks, rule, promise):
+    torch_ranks(4).run(keep, rule, promise)
+
+
+def test_a_killed_rank_is_named_by_all_three_others(torch_ranks):
+    check_that_a_killed_rank_is_named(torch_ranks(4))
 
 
 def sum_on_the_gpu(backend, store):
