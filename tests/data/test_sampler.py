@@ -134,6 +134,9 @@ def test_a_straggler_gets_fewer_samples_and_ends_with_the_others(rule: str) -> N
         shares = [len(report.trained[epoch]) for report in reports]
         assert shares[0] < 0.4 * min(shares[1:])
     ends = [report.finished[-1] for report in reports]
+    # That fast ranks only helped in the last rounds of an epoch says nothing of their speed in the next.
+    steps = [sum(column) for column in zip(*reports[0].states[-1]["history"], strict=True)]
+    assert steps[0] < 0.4 * min(steps[1:])
     assert max(ends) - min(ends) < 4 * 0.4  # at most four of the straggler's steps
 
 
