@@ -228,6 +228,39 @@ def test_all_ranks_own_states_go_on_to_the_bit(rule: str) -> None:
             assert rest[0].model == whole[0].model
 
 
+def test_own_states_with_other_batch_sizes_go_on_once_all_has_landed() -> None:
+    """What was in flight lands first, and counts; then all is dealt anew."""
+    whole = train("local_sgd:steps=4", 60, [2, 3], save_every_step=True)
+    rest = train(
+        "local_sgd:steps=4",
+        60,
+        [5, 1],
+        load=lambda rank: whole[rank].states[5],
+        load_optimizer=lambda rank: whole[rank].optimizers[5],
+    )
+    done = [report.trained[0][: 6 * size] for report, size in zip(whole, (2, 3), strict=True)]
+    assert sorted(sum(done, union(rest))) == list(range(60))
+
+
+def test_rounds_in_which_a_rank_only_helps_tell_no_speed() -> None:
+    reports = train("losp", 300, [2, 2], stop_after=[40, 3])
+    history = reports[0].states[-1]["history"]
+    assert history and all(steps[1] > 0 for steps in history)
+
+
+def test_ranks_that_choose_different_epochs_are_refused() -> None:
+    def rank() -> None:
+        x, optimizer = make("bsp")
+        sampler = sr.data.RoundSampler(range(8), 2, optimizer)
+        for epoch in (0, 5 + sr.ring().rank):
+            sampler.set_epoch(epoch)
+            for samples in sampler:
+                step(x, optimizer, samples)
+
+    with pytest.raises(AgreementError, match="RoundSampler's epoch"):
+        sr.VirtualCluster(2).run(rank)
+
+
 def test_leaving_the_loop_early_goes_on_with_what_is_left() -> None:
     def rank() -> list[list[int]]:
         x, optimizer = make("losp")
