@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import logging
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from slackring.errors import DataError, SlackringError
+from slackring.errors import DataError, SlackringError, SpecError
 from slackring.lab.runs import check_writable
 
 __all__ = ["run_notebook"]
@@ -47,6 +49,9 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
         raise DataError(f"notebooks need the package {exc.name}: pip install 'slackring[lab]'.") from exc
     if not notebook.is_file():
         raise DataError(f"there is no notebook {str(notebook)!r}; run this from a clone of the repository.")
+    unknown = set(parameters) - _parameters(notebook)
+    if unknown:
+        raise SpecError(f"notebook {str(notebook)!r} has no parameter {', '.join(sorted(unknown))}.")
     check_writable(out)
     executed = out / notebook.name
     # Papermill complains of the help texts behind parameters, and the kernel of its local connection.
@@ -70,3 +75,16 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
     page = executed.with_suffix(".html")
     page.write_text(body, encoding="utf-8")
     return page
+
+
+def _parameters(notebook: Path) -> set[str]:
+    """Names that the cell tagged `parameters` sets; papermill itself cannot read those whose text has an equals sign."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
+    statements = [statement for cell in tagged for statement in ast.parse("".join(cell["source"])).body]
+    return {
+        target.id
+        for statement in statements
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)])
+        if isinstance(target, ast.Name)
+    }
