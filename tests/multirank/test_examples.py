@@ -74,3 +74,17 @@ def test_a_script_that_forgets_init_is_told():
     assert done.returncode != 0
     assert "RingError: this process is one of several Horovod ranks" in done.stderr
     assert "call hvd.init() first" in done.stderr
+
+
+def test_the_benchmark_prints_its_tables():
+    done = horovodrun(2, str(ROOT / "benchmarks" / "bsp_step.py"), "--steps", "3", "--compute", "0")
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(
+        r"(hvd\.DistributedOptimizer|slackring bsp|plain SGD|local_sgd|losp) +(\d+\.?\d*) (ms|us)", done.stdout
+    )
+    assert [name for name, *_ in rows] == [
+        "hvd.DistributedOptimizer",
+        "slackring bsp",
+        *["plain SGD", "local_sgd", "losp"] * 2,
+    ]
+    assert all(float(number) > 0 for _, number, _ in rows)
