@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -33,13 +34,24 @@ def agree(ring: Ring, facts: Mapping[str, object], name: str) -> None:
     for fact in facts:
         values = [json.dumps(theirs.get(fact)) for theirs in everyone]
         usual = Counter(values).most_common(1)[0][0]
-        odd = {rank: value for rank, value in enumerate(values) if value != usual}
-        if odd:
-            told = "; ".join(f"rank {rank} has {_short(value)}" for rank, value in odd.items())
-            raise AgreementError(
-                f"ranks differ in {fact}: {told}, while most have {_short(usual)}; start every rank alike."
-            )
+        told = [
+            "rank {} has {}, while most have {}".format(rank, *_apart(json.loads(value), json.loads(usual)))
+            for rank, value in enumerate(values)
+            if value != usual
+        ]
+        if told:
+            raise AgreementError(f"ranks differ in {fact}: {'; '.join(told)}; start every rank alike.")
 
 
-def _short(text: str) -> str:
+def _apart(mine: object, usual: object) -> tuple[str, str]:
+    """Tell two different values; of lists, which may be long, only the first place where they differ."""
+    if not (isinstance(mine, list) and isinstance(usual, list)):
+        return _short(mine), _short(usual)
+    place = sum(itertools.takewhile(bool, (a == b for a, b in zip(mine, usual, strict=False))))
+    first, second = (_short(each[place]) if place < len(each) else "none" for each in (mine, usual))
+    return f"{first} as number {place + 1}", second
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:197]}..."
