@@ -58,13 +58,16 @@ def test_a_task_of_the_users_own_is_found_in_the_current_folder(tmp_path, monkey
         "import dataclasses\nfrom slackring.lab.tasks import load_task\n"
         "def small():\n    return dataclasses.replace(load_task('digits'), name='small')\n"
         "def wrong():\n    return 3\n"
+        "def sized(hidden):\n    return load_task('digits')\n"
         "def broken():\n    import no_such_package_at_all\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_task("my_own_task:small").name == "small"
-    with pytest.raises(SpecError, match=r"wrong\(\) must return a slackring.lab.tasks.Task, not a int"):
+    with pytest.raises(SpecError, match=r"wrong\(\) must return a slackring.lab.tasks.Task, not int"):
         load_task("my_own_task:wrong")
+    with pytest.raises(SpecError, match=r"sized\(\) must work without arguments"):
+        load_task("my_own_task:sized")
     with pytest.raises(SpecError, match="has no function 'lost'"):
         load_task("my_own_task:lost")
 

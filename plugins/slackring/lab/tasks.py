@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -138,10 +139,14 @@ def load_task(text: str) -> Task:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise SpecError(f"task {text!r}: the module {module_name!r} has no function {function_name!r}.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        raise SpecError(f"task {text!r}: {function_name}() must work without arguments.") from None
     task = function()
     if not isinstance(task, Task):
         raise SpecError(
-            f"task {text!r}: {function_name}() must return a slackring.lab.tasks.Task, not a {type(task).__name__}."
+            f"task {text!r}: {function_name}() must return a slackring.lab.tasks.Task, not {type(task).__name__}."
         )
     return task
 
