@@ -32,8 +32,10 @@ from rich.table import Table
 
 __all__ = ["Check", "examine", "exit_status", "report"]
 
+_BUILDER = Path("cluster_configs/horovod/build.py")
+
 #: What builds Horovod for the PyTorch that is installed, from the root of the repository.
-BUILD_COMMAND = f"{shlex.quote(sys.executable)} cluster_configs/horovod/build.py"
+BUILD_COMMAND = f"{shlex.quote(sys.executable)} {_BUILDER}"
 
 #: Interfaces that containers and virtual machines make; they lead to no other machine.
 VIRTUAL_INTERFACES = ("br-", "docker", "podman", "veth", "virbr", "vnet", "lxc", "lxdbr", "cni", "flannel", "cali")
@@ -157,19 +159,24 @@ def check_horovod(facts: Mapping[str, Any]) -> Check:
             if reason
             else "not installed, so only the virtual and the single-rank ring work"
         )
-        return Check("horovod", "fail", detail, BUILD_COMMAND)
+        return _build(detail)
     version = facts["version"]
     if facts["built_for"] != facts["torch"]:
         detail = f"{version} was built for PyTorch {facts['built_for']}, and {facts['torch']} is installed"
-        return Check("horovod", "fail", detail, BUILD_COMMAND)
+        return _build(detail)
     if not facts["gloo"]:
-        detail = f"{version} was built without Gloo, which `horovodrun --gloo` and every ring on CPU need"
-        return Check("horovod", "fail", detail, BUILD_COMMAND)
+        return _build(f"{version} was built without Gloo, which `horovodrun --gloo` and every ring on CPU need")
     kinds = "with Gloo and NCCL" if facts["nccl"] else "with Gloo, without NCCL"
     detail = f"{version}, built for PyTorch {facts['built_for']}, {kinds}"
     if facts["cuda"] and not facts["nccl"]:
         return Check("horovod", "warn", f"{detail}: it refuses tensors on a GPU, so ranks train on CPU", "")
     return Check("horovod", "ok", detail)
+
+
+def _build(detail: str) -> Check:
+    """What only a build mends; a wheel of Slackring does not bring the builder."""
+    where = "" if _BUILDER.is_file() else "; what builds it is in a clone of the repository"
+    return Check("horovod", "fail", detail + where, BUILD_COMMAND)
 
 
 def addresses() -> dict[str, list[str]]:

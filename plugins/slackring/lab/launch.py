@@ -50,8 +50,8 @@ def require_horovod() -> None:
     """
     if importlib.util.find_spec("horovod") is None:
         raise HorovodMissingError(
-            "Horovod is not installed, and real ranks need it; build it with: python cluster_configs/horovod/build.py "
-            "(or compare on virtual ranks: --virtual)."
+            "Horovod is not installed, and real ranks need it; build it, in a clone of the repository: python "
+            "cluster_configs/horovod/build.py (or compare on virtual ranks: --virtual)."
         )
 
 
@@ -94,20 +94,10 @@ class _Ranks:
     def __init__(self, workers: int, orders: Path) -> None:
         # The interfaces are named, since Horovod's own search for them is slow and fails in containers. Ranks that share the
         # cores get one thread each.
+        launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interfaces", "lo"]
+        ranks = ["-np", str(workers), "-H", f"localhost:{workers}"]
         self._process = subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "horovod.runner.launch",
-                    "--gloo",
-                    "-np",
-                    str(workers),
-                    "-H",
-                    f"localhost:{workers}",
-                ),
-                *("--network-interfaces", "lo", sys.executable, "-m", "slackring.lab._ranks", str(orders)),
-            ],
+            [*launcher, *ranks, sys.executable, "-m", "slackring.lab._ranks", str(orders)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

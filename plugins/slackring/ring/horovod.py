@@ -29,7 +29,7 @@ def import_horovod() -> Any:
     except Exception as exc:  # a build for another torch fails with its own error types
         raise HorovodMissingError(
             f"Horovod cannot be used here ({type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no reason given'}); "
-            "build it for this torch with: python cluster_configs/horovod/build.py"
+            "build it for this torch, in a clone of the repository: python cluster_configs/horovod/build.py"
         ) from exc
     return hvd
 
