@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from slackring import cli
 
-COMMANDS = ["doctor", "train", "compare", "show", "demo"]
+COMMANDS = ["doctor", "train", "compare", "fuzz", "show", "demo"]
 VIRTUAL = [
     "--virtual",
     "--task",
@@ -66,6 +66,7 @@ def test_every_command_explains_itself_with_an_example(command):
     assert done.exit_code == 0
     assert "slackring " + command in done.output
     assert "Example" in done.output
+    assert "--json" in done.output
 
 
 def test_train_writes_a_run_and_says_what_came_out(monkeypatch, capsys, tmp_path):
@@ -231,6 +232,16 @@ def test_a_signal_leaves_a_readable_run(number, tmp_path):
     assert summary["interrupted"]
     assert summary["steps"] >= 1
     assert "Interrupted" in out
+
+
+def test_a_signal_before_there_is_a_result_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "slackring", "compare", "--virtual", "--seconds", "100", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for_training(process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err.strip()) == (130, "", "slackring: interrupted before there was a result.")
+    assert not list(tmp_path.iterdir())
 
 
 def _wait_for_training(process: subprocess.Popen[str]) -> None:

@@ -103,7 +103,7 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--lr",
     type=float,
-    help="Of SGD. Default: 0.2 for rules that send deltas, times the ranks for bsp.",
+    help="Of SGD. Default: 0.2, times the ranks for rules that send gradients (bsp).",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler.")
 @_shared
@@ -222,7 +222,8 @@ def compare(
     "--seed", type=int, default=0, show_default=True, help="Of the first interleaving; the next ones count on."
 )
 @click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="Interleavings to play.")
-def fuzz(rules: str, seed: int, count: int) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def fuzz(rules: str, seed: int, count: int, as_json: bool) -> None:
     """Play random interleavings of step times, leaves, overflows, drains and stops on virtual ranks, against the promises.
 
     The first that breaks one ends it with exit code 1 and the command that plays it again.
@@ -241,14 +242,20 @@ def fuzz(rules: str, seed: int, count: int) -> None:
 
     parsed = parse_rules(rules)
     logging.getLogger("slackring").setLevel(logging.ERROR)  # overflows are part of the game
+    broken: str | None = None
     with tqdm(total=count, unit="interleaving", disable=None, mininterval=0.5) as bar:
         try:
             play(parsed, seed, count, lambda done: bar.update())
         except PromiseBroken as exc:
-            bar.close()
-            click.echo(f"slackring: broken promise: {exc}", err=True)
-            sys.exit(1)
-    click.echo(f"{count} interleavings of {', '.join(map(str, parsed))} from seed {seed}: no promise broken.")
+            broken = str(exc)
+    names = [str(rule) for rule in parsed]
+    if as_json:
+        click.echo(json.dumps({"rules": names, "seed": seed, "count": count, "broken": broken}, indent=1))
+    elif broken is None:
+        click.echo(f"{count} interleavings of {', '.join(names)} from seed {seed}: no promise broken.")
+    else:
+        click.echo(f"slackring: broken promise: {broken}", err=True)
+    sys.exit(int(broken is not None))
 
 
 @cli.command()
@@ -284,7 +291,8 @@ def show(folder: Path, as_json: bool) -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path), default="runs/demo", show_default=True, help="Where results go."
 )
-def demo(notebook: Path, out: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def demo(notebook: Path, out: Path, as_json: bool) -> None:
     """Run the quickstart notebook: compare rules on real ranks; leave a page and print the table.
 
     \b
@@ -297,8 +305,13 @@ def demo(notebook: Path, out: Path) -> None:
 
     before = set(out.glob("*/comparison.json"))
     page = run_notebook(notebook, out, {"out": str(out.resolve())})
-    for comparison in sorted(set(out.glob("*/comparison.json")) - before):
-        print_comparison(load_comparison(comparison.parent), _console())
+    comparisons = [load_comparison(file.parent) for file in sorted(set(out.glob("*/comparison.json")) - before)]
+    if as_json:
+        found = [comparison.to_json() for comparison in comparisons]
+        click.echo(json.dumps({"page": str(page), "comparisons": found}, indent=1))
+        return
+    for comparison in comparisons:
+        print_comparison(comparison, _console())
     click.echo(f"The page is {page}")
 
 
@@ -352,10 +365,8 @@ def main() -> None:
     """
     try:
         cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        click.echo("slackring: interrupted before there was a result; nothing was written.", err=True)
+    except click.exceptions.Abort:  # what click makes of a KeyboardInterrupt
+        click.echo("slackring: interrupted before there was a result.", err=True)
         sys.exit(130)
     except click.ClickException as exc:
         _complain(exc.format_message())
