@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from slackring.errors import SpecError
-from slackring.ring.network import Network
+from slackring.ring.network import Network, parse_network
 from slackring.ring.virtual import run_virtual
 from slackring.stragglers import Pacer, Straggler, parse
 
@@ -30,7 +30,7 @@ class VirtualCluster:
     straggler
         A straggler model or its text, such as ``"persistent:ranks=3,factor=4"``.
     network
-        What a round costs; nothing by default.
+        What a round costs, or its text, such as ``"latency=0.01,bandwidth=1e9"``; nothing by default.
     seed
         Of the straggler's draws and of every rank's random streams.
 
@@ -57,7 +57,7 @@ class VirtualCluster:
         size: int,
         step_time: float = 0.1,
         straggler: Straggler | str | None = None,
-        network: Network | None = None,
+        network: Network | str | None = None,
         seed: int = 0,
     ) -> None:
         if size < 1:
@@ -65,7 +65,7 @@ class VirtualCluster:
         model = (parse(straggler) if isinstance(straggler, str) else straggler) or parse("none")
         model.check(size)
         self.size, self._seed = size, seed
-        self._network = network or Network()
+        self._network = (parse_network(network) if isinstance(network, str) else network) or Network()
         self._pacer = Pacer(model.seeded(seed), step_time)
 
     def run(self, fn: Callable[..., T], *args: object, **kwargs: object) -> list[T]:

@@ -108,6 +108,7 @@ def test_a_round_that_is_over_costs_nobody_time() -> None:
         return ring.clock.now()
 
     assert sr.VirtualCluster(2, network=sr.Network(latency=0.5)).run(rank) == [1.0, 1.0]
+    assert sr.VirtualCluster(2, network="latency=0.5").run(rank) == [1.0, 1.0]  # as text, too
 
 
 def test_sleep_inside_a_backward_pass_is_owed_until_after_it() -> None:
