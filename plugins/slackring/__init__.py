@@ -14,7 +14,7 @@ from slackring._version import __version__
 from slackring.ring.ambient import ring
 
 if TYPE_CHECKING:
-    from slackring import data, rules, stragglers
+    from slackring import data, rules, stragglers, testing
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer

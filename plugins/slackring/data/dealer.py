@@ -284,9 +284,8 @@ class Dealer:
         pool = len(self._places) - self._dealt
         ranks = [rank for rank, closed in enumerate(self._closed) if not closed]
         columns = list(zip(*self._history, strict=True)) or [()] * len(self.batches)
-        rates = [
-            max(sum(column), 1) for column in columns
-        ]  # steps in as many rounds, so only their ratios mean something
+        # Steps in as many rounds, so only their ratios mean something.
+        rates = [max(sum(column), 1) for column in columns]
         work = {rank: rates[rank] * self._batch_sizes[rank] for rank in ranks}
         total, speed = pool + sum(map(self._held_samples, ranks)), sum(work.values())
         due = []

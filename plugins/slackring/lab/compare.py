@@ -66,17 +66,13 @@ class CompareConfig:
         texts = tuple(str(parse_rule(rule)) for rule in self.rules)
         object.__setattr__(self, "rules", texts)
         if not texts or len(set(texts)) < len(texts):
-            raise SpecError(f"--rules needs at least one rule, each once, not {','.join(texts) or 'none'}.")
+            raise SpecError(f"--rules needs at least one rule, each once, not {_listed(texts)}.")
         if self.workers < 1:
             raise SpecError(f"--workers must be at least 1, not {self.workers}.")
         if not self.lr_grid or not all(math.isfinite(lr) and lr > 0 for lr in self.lr_grid):
-            raise SpecError(
-                f"--lr-grid needs learning rates above 0, not {','.join(map(str, self.lr_grid)) or 'none'}."
-            )
+            raise SpecError(f"--lr-grid needs learning rates above 0, not {_listed(self.lr_grid)}.")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise SpecError(
-                f"--seeds needs whole numbers of at least 0, each once, not {','.join(map(str, self.seeds)) or 'none'}."
-            )
+            raise SpecError(f"--seeds needs whole numbers of at least 0, each once, not {_listed(self.seeds)}.")
         if self.base.seconds is None:
             raise SpecError("a comparison is timed: give --seconds.")
         self.base.parsed_straggler().check(self.workers)
@@ -198,10 +194,7 @@ class Comparison:
             "equal_samples": self.equal_samples,
             "interrupted": self.interrupted,
             "folder": str(self.folder),
-            "tuned": [
-                {**dataclasses.asdict(tuned), "tried": [[lr, *found] for lr, found in tuned.tried.items()]}
-                for tuned in self.tuned
-            ],
+            "tuned": [tuned.to_json() for tuned in self.tuned],
             "config": dataclasses.asdict(self.config),
             "tuning_seeds": list(self.config.tuning_seeds),
         }
@@ -271,7 +264,7 @@ def _judge(
     return _finite(statistics.median(seconds)), _finite(statistics.median(accuracies))
 
 
-def _listed(values: Sequence[float]) -> str:
+def _listed(values: Sequence[object]) -> str:
     return ",".join(map(str, values)) or "none"
 
 

@@ -43,8 +43,6 @@ class Summary:
         Most computing time in one window, in median local steps of the slowest rank.
     interrupted
         Whether Ctrl-C or SIGTERM ended the run.
-    diverged
-        Whether a loss was no longer a finite number.
     """
 
     seconds_to_target: float | None
@@ -61,7 +59,6 @@ class Summary:
     longest_window_steps: int
     longest_window: float
     interrupted: bool = False
-    diverged: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

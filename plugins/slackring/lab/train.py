@@ -1,4 +1,4 @@
-"""One training run: the same function on every rank of a Horovod ring, a virtual ring or a ring of one."""
+"""One training run: the same function on every rank of any ring."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inject(ring: Ring, config: TrainConfig) -> Ring:
     Parameters
     ----------
     ring
-        A Horovod ring or a ring of one.
+        Of Horovod or torch.distributed, or a ring of one.
     config
         Names the straggler, the step time and the network.
 
@@ -81,13 +81,7 @@ def train_virtual(
         network=config.parsed_network(),
         seed=config.seed,
     )
-    # The ranks take turns in this process, on small tensors: threads would only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        runs = cluster.run(train, config, interrupt=interrupt, bar=bar)
-    finally:
-        torch.set_num_threads(threads)
+    runs = cluster.run(train, config, interrupt=interrupt, bar=bar)
     return next(run for run in runs if run is not None)
 
 

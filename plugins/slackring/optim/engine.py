@@ -32,8 +32,6 @@ log = logging.getLogger("slackring")
 class Engine:
     """Carries out a rule for one optimizer on one rank.
 
-    Every rank launches the same rounds in the same order; what its clock or its polls say decides when, never whether.
-
     Parameters
     ----------
     optimizer

@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import greenlet
 import numpy as np
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualClock", "VirtualRing", "run_virtual"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _NANO = 1_000_000_000
