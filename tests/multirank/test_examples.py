@@ -1,42 +1,32 @@
-"""The examples, and scripts that are started wrongly, under horovodrun."""
+"""The examples, and scripts that are started wrongly, as users start them."""
 
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import subprocess
-import sys
-import uuid
-from pathlib import Path
 
 import pytest
-from tests.multirank.pool import MARK, ROOT, processes_of_pools
+from tests.multirank.launchers import alone, horovodrun, torchrun
+from tests.multirank.pool import ROOT
 
 pytest.importorskip("horovod.torch")
 EXAMPLES = ROOT / "examples"
-HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interfaces", "lo"]
 
 
-def horovodrun(ranks, *command, timeout=120):
-    mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
-    done = subprocess.run(
-        [*HOROVODRUN, "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
-    assert not processes_of_pools(mark), "horovodrun left processes running"
-    return done
-
-
-@pytest.mark.parametrize("name", ["horovod_digits.py", "slackring_digits.py"])
-def test_examples_learn(name):
-    done = horovodrun(2, str(EXAMPLES / name))
+@pytest.mark.parametrize(
+    ("start", "ranks", "name"),
+    [
+        (horovodrun, 2, "horovod_digits.py"),
+        (horovodrun, 2, "slackring_digits.py"),
+        (torchrun, 2, "ddp_digits.py"),
+        (torchrun, 2, "slackring_ddp_digits.py"),
+        (alone, 1, "amp_digits.py"),
+        (alone, 1, "slackring_amp_digits.py"),
+        (horovodrun, 2, "slackring_amp_digits.py"),
+    ],
+)
+def test_examples_learn(start, ranks, name):
+    done = start(ranks, str(EXAMPLES / name))
     assert done.returncode == 0, done.stderr
     said = re.findall(r"accuracy on the test set: (0\.\d+)", done.stdout)
     assert len(said) == 1, done.stdout
@@ -50,18 +40,60 @@ def code(name):
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_migration_changes_few_lines():
-    changes = [
-        line for line in difflib.ndiff(code("horovod_digits.py"), code("slackring_digits.py")) if line[0] in "-+"
-    ]
-    assert [line[2:].strip() for line in changes if line[0] == "+"] == [
-        "import slackring as sr",
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
-        'optimizer = sr.DistributedOptimizer(optimizer, rule="losp:k_max=8", named_parameters=model.named_parameters())',
-        "optimizer.step(samples=len(x))",
-        "optimizer.join()",
-    ]
-    assert len([line for line in changes if line[0] == "-"]) == 3
+@pytest.mark.parametrize(
+    ("before", "after", "removed", "added"),
+    [
+        (
+            "horovod_digits.py",
+            "slackring_digits.py",
+            3,
+            [
+                "import slackring as sr",
+                "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                "optimizer = sr.DistributedOptimizer(optimizer, "
+                'rule="losp:k_max=8", named_parameters=model.named_parameters())',
+                "optimizer.step(samples=len(x))",
+                "optimizer.join()",
+            ],
+        ),
+        (
+            "ddp_digits.py",
+            "slackring_ddp_digits.py",
+            4,
+            [
+                "import slackring as sr",
+                "for tensor in model.state_dict().values():",
+                "tensor.copy_(sr.broadcast(tensor))",
+                "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                'optimizer = sr.DistributedOptimizer(optimizer, rule="losp:k_max=8", named_buffers=model.named_buffers())',
+                "optimizer.step(samples=len(x))",
+                "optimizer.join()",
+            ],
+        ),
+        (
+            "amp_digits.py",
+            "slackring_amp_digits.py",
+            5,
+            [
+                "import horovod.torch as hvd",
+                "import slackring as sr",
+                "hvd.init()",
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
+                'optimizer = sr.DistributedOptimizer(optimizer, rule="losp:k_max=8", max_grad_norm=1.0)',
+                "loader = DataLoader(train, "
+                "batch_sampler=sr.data.RoundSampler(train, batch_size=16, optimizer=optimizer))",
+                "scaler.step(optimizer, samples=len(x))",
+                "optimizer.join()",
+                "if hvd.rank() == 0:",
+                'print(f"accuracy on the test set: {int(correct) / 297:.3f}")',
+            ],
+        ),
+    ],
+)
+def test_migration_changes_few_lines(before, after, removed, added):
+    changes = [line for line in difflib.ndiff(code(before), code(after)) if line[0] in "-+"]
+    assert [line[2:].strip() for line in changes if line[0] == "+"] == added
+    assert len([line for line in changes if line[0] == "-"]) == removed
 
 
 def test_a_script_that_forgets_init_is_told():

@@ -6,17 +6,14 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.multirank.pool import MARK, ROOT, processes_of_pools
+from tests.multirank.launchers import torchrun
 from tests.multirank.test_promises import RULES, SHARED, keep
 from torch import nn
 
@@ -311,21 +308,6 @@ def test_tensors_are_summed_where_they_lie(pools, backend, size, tmp_path):
         assert pool.run(sum_on_the_gpu, backend, tmp_path / "store") == [expected] * size
     finally:
         pool.close()
-
-
-def torchrun(ranks, *command):
-    mark = uuid.uuid4().hex
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", MARK: mark},
-        cwd=ROOT,
-        check=False,
-    )
-    assert not processes_of_pools(mark), "torchrun left processes running"
-    return done
 
 
 def test_torchrun_trains(tmp_path):
