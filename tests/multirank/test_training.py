@@ -336,3 +336,31 @@ def test_horovods_own_helpers_go_on_working(ranks, size, rule, after):
         assert lr == 0.01
         assert total == [size] * 3
         assert torch.equal(model, answers[0][2])
+
+
+def resume_on_rank_0_alone():
+    """Rank 0 comes with AdamW's state, the others with none."""
+    model = make_model(seed=hvd.rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + hvd.rank()), weight_decay=0.1)
+    if hvd.rank() == 0:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    # Horovod lets ranks without state take a step with zero gradients, which weight decay moves: the model comes second.
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = sr.DistributedOptimizer(optimizer, "losp:k_max=4")
+    averages = [state["exp_avg"].tolist() for state in optimizer.state.values()]
+    for x, y in batches(hvd.rank(), 3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step(samples=len(x))
+    optimizer.join()
+    return optimizer.param_groups[0]["lr"], averages, flat(model).tolist()
+
+
+def test_horovod_392_state_that_rank_0_alone_has_is_broadcast(ranks, size):
+    answers = ranks(size).run(resume_on_rank_0_alone)
+    assert answers == [answers[0]] * size
+    lr, averages, _ = answers[0]
+    assert lr == 0.01
+    assert any(value for layer in averages for value in torch.tensor(layer).ravel().tolist())
