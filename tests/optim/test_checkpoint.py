@@ -123,6 +123,31 @@ def test_a_plain_optimizers_dict_loads_and_ours_loads_into_a_plain_one() -> None
     assert torch.equal(plain.state[model.weight]["momentum_buffer"], optimizer.state[other.weight]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_training_that_was_stopped_can_be_taken_up_again(rule: str) -> None:
+    def stopped() -> dict[str, Any]:
+        model, optimizer, data = start(rule)
+        while not optimizer.progress.stop:
+            steps(model, optimizer, data, 1)
+            if sr.ring().rank == 1 and optimizer.progress.rounds == 2:
+                optimizer.request_stop()
+        optimizer.join()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def taken_up(saves: list[dict[str, Any]]) -> tuple[int, int]:
+        model, optimizer, data = start(rule)
+        saved = copy.deepcopy(saves[sr.ring().rank])
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        steps(model, optimizer, data, 12)
+        optimizer.join()
+        return saved["optimizer"]["slackring"]["ending"]["progress"]["steps"], optimizer.progress.steps
+
+    cluster = sr.VirtualCluster(3, step_time=0.1)
+    for before, after in cluster.run(taken_up, cluster.run(stopped)):
+        assert after == before + 3 * 12
+
+
 def test_ranks_that_resume_from_different_rounds_are_told_so() -> None:
     def resume(saves: list[list[dict[str, Any]]]) -> None:
         model, optimizer, data = start("local_sgd:steps=1")

@@ -339,7 +339,9 @@ class Rounds:
         mine = (saved["rule"], saved["rank"], saved["size"]) == (str(self._rule), self._ring.rank, self._ring.size)
         exact = b"0" not in self._ring.gather(b"1" if mine else b"0", f"{self._name}.exact")
         self.payload.restore(saved["payload"], exact=exact)
-        self._ending.restore(saved["ending"], exact=exact)
+        last = saved["ending"]["last"]
+        over = last is not None and saved["launched"] > last  # that stop ended the training before, not this one
+        self._ending.restore(saved["ending"], exact=exact and not over)
         if self.statistics is not None and saved["statistics"] is not None:
             self.statistics.restore(saved["statistics"], exact=exact)
         self.launched = saved["launched"]
