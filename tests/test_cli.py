@@ -217,8 +217,10 @@ def test_a_loss_that_turns_to_nan_leaves_nothing(tmp_path):
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_readable_run(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGUSR1, 0)], ids=["INT", "TERM", "USR1"]
+)
+def test_a_signal_leaves_a_readable_run(number, code, tmp_path):
     options = ["--rule", "bsp", "--task", "digits", "--step-time", "0.05", "--seconds", "100", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "slackring", "train", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -226,12 +228,65 @@ def test_a_signal_leaves_a_readable_run(number, tmp_path):
         time.sleep(1.0)
         process.send_signal(number)
         out, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    assert process.returncode == code
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["interrupted"]
     assert summary["steps"] >= 1
     assert "Interrupted" in out
+    assert f"slackring train --resume {folder}" in out
+    assert [file.name for file in (folder / "checkpoint").iterdir()] == ["rank-0.pt"]
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch, capsys):
+    options = ["--rule", "bsp", "--task", "digits", "--step-time", "0.02", "--seconds", "100", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "slackring", "train", "--checkpoint-every", "0.3", *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (kept := list(tmp_path.glob("2*-round*"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+    kept = sorted(tmp_path.glob("2*-round*"))
+    done = json.loads((kept[-1] / "summary.json").read_text())
+    goal = done["rounds"] + 5
+    code, out, err = invoke(
+        monkeypatch, capsys,
+        "train", "--resume", kept[-1], "--rounds", goal, "--out", tmp_path / "again", "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    resumed = json.loads(out)
+    assert (resumed["rounds"], resumed["steps"], resumed["interrupted"]) == (goal, done["steps"] + 5, False)
+    assert resumed["resumed"]["run"] == str(kept[-1])
+    assert resumed["resumed"]["rounds"] == done["rounds"]
+    assert resumed["seconds"] > done["seconds"]
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path, monkeypatch, capsys):
+    def train(*arguments):
+        return invoke(monkeypatch, capsys, "train", *arguments, "--out", tmp_path / "runs", "--json")
+
+    code, out, _ = train("--rule", "losp", *VIRTUAL)
+    folder = json.loads(out)["run"]
+    assert code == 0
+    for arguments, told in (
+        (["--virtual"], "came to its end"),
+        (["--virtual", "--rounds", "1"], "--rounds 1 counts from the run's start"),
+        (["--rounds", "1000"], "add --virtual"),
+        (["--virtual", "--lr", "0.1"], "--lr comes from the run"),
+        (["--virtual", "--seconds", "9", "--checkpoint-every", "0"], "--checkpoint-every must be"),
+    ):
+        code, out, err = train("--resume", folder, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert told in err
+    code, _, err = train("--resume", tmp_path)
+    assert (code, "is not the folder of a finished run" in err) == (2, True)
+    code, out, err = train("--resume", folder, "--virtual", "--seconds", "6")
+    assert (code, err) == (0, "")
+    assert 5.5 < json.loads(out)["seconds"] < 7
+    assert json.loads(out)["ranks"] == 4
+    code, out, err = train("--resume", folder, "--virtual", "--seconds", "6", "--workers", "5")
+    assert (code, json.loads(out)["resumed"]["exact"]) == (0, False)
+    assert "had 4 ranks and goes on with 5" in err
 
 
 def test_a_signal_before_there_is_a_result_leaves_nothing(tmp_path):

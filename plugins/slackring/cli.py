@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from slackring.errors import RingError, SlackringError, SpecError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from slackring.lab.checkpoint import Earlier
     from slackring.lab.config import TrainConfig
     from slackring.lab.runs import Run
     from slackring.ring.base import Ring
@@ -99,36 +101,81 @@ def doctor(as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--rule", required=True, help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
+@click.option("--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
 @click.option(
     "--lr",
     type=float,
     help="Of SGD. Default: 0.2, times the ranks for rules that send gradients (bsp).",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Go on with this run's folder, its settings and clock; its limits, unless you give others.",
+)
+@click.option(
+    "--checkpoint-every", type=float, help="Seconds between checkpoints on the way; there is one at the end anyway."
+)
 @_shared
 def train(
-    rule: str, lr: float | None, out: Path, as_json: bool, virtual: bool, workers: int | None, **values: Any
+    rule: str | None,
+    lr: float | None,
+    resume: Path | None,
+    checkpoint_every: float | None,
+    out: Path,
+    as_json: bool,
+    virtual: bool,
+    workers: int | None,
+    **values: Any,
 ) -> None:
     """Train one model under one rule; on the ranks that horovodrun or torchrun start, else on one rank.
+
+    SIGTERM and SIGUSR1 to any rank end the run on all ranks after the same round, with all results and a checkpoint, and exit
+    code 0; Ctrl-C does the same with 130. What is in flight then is landed, so that only rules with nothing in flight (bsp,
+    local_sgd) go on as if they had not been interrupted. From the checkpoints of --checkpoint-every, named RUN-roundN, which a
+    killed run leaves behind, every rule that counts steps does, on as many ranks as before.
 
     \b
     Examples:
       horovodrun --gloo -np 4 slackring train --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
       torchrun --nproc-per-node 4 -m slackring train --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
       slackring train --virtual --workers 4 --rule losp --straggler persistent:ranks=3,factor=4
+      horovodrun --gloo -np 4 slackring train --resume runs/20261129-211929-losp-seed0-2bba --seconds 60
     """
+    if resume is not None:
+        _refuse_settings_of_a_resumed_run()
+    elif rule is None:
+        raise click.UsageError("Missing option '--rule'.")
+
     from slackring.lab.agree import on_every_rank
+    from slackring.lab.checkpoint import Checkpoints, RunFolder, load_earlier
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.progress import ProgressBar
     from slackring.lab.report import print_run
-    from slackring.lab.runs import check_writable, new_name, save_run
+    from slackring.lab.runs import check_writable, new_name
     from slackring.lab.train import inject, train_virtual
     from slackring.lab.train import train as train_rank
 
-    def configure() -> TrainConfig:
-        config = TrainConfig(rule=rule, lr=lr, **_filled(values, virtual))
+    def take_up() -> tuple[Earlier | None, str]:
+        """Read the run to continue where its folder is seen for sure: on rank 0."""
+        if resume is None or ring.rank != 0:
+            return None, ""
+        earlier = load_earlier(resume)
+        if virtual != (earlier.run.facts["ring"] == "virtual"):
+            raise SpecError(
+                f"run {str(resume)!r} is of {earlier.ranks} {earlier.run.facts['ring']} ranks; "
+                f"{'leave --virtual out' if virtual else 'add --virtual'}."
+            )
+        limits = {name: values[name] for name in ("seconds", "samples", "rounds")}
+        return earlier, json.dumps(earlier.going_on(limits).to_json())
+
+    def configure() -> tuple[TrainConfig, RunFolder, Checkpoints]:
+        if continued:
+            config = TrainConfig.from_json(continued)
+        else:
+            config = TrainConfig(rule=rule or "", lr=lr, **_filled(values, virtual))
         if not virtual and workers not in (None, ring.size):
             raise SpecError(
                 f"--workers is {workers}, but this is {ring.size} of them; start them with 'horovodrun --gloo -np {workers} "
@@ -136,29 +183,44 @@ def train(
             )
         if ring.rank == 0:
             check_writable(out)
-        return config
+        folder = RunFolder(out, new_name(config.parsed_rule().name, f"seed{config.seed}"))
+        return config, folder, Checkpoints(checkpoint_every, folder.keep)
 
     with Interrupt() as interrupt:
         ring = _open_ring(virtual)
-        config = on_every_rank(ring, configure)
+        earlier, text = on_every_rank(ring, take_up)
+        continued = ring.gather(text.encode(), "slackring.lab.resume")[0].decode()
+        config, folder, checkpoints = on_every_rank(ring, configure)
+        ranks = ring.size
+        if virtual:
+            ranks = workers if workers is not None else earlier.ranks if earlier is not None else _WORKERS
+        if earlier is not None and earlier.ranks != ranks:
+            click.echo(
+                f"slackring: the run had {earlier.ranks} ranks and goes on with {ranks}: from the anchor, without what was in "
+                "flight.",
+                err=True,
+            )
         with ProgressBar(config, shown=None if ring.rank == 0 and not as_json else False) as bar:
             run = (
-                train_virtual(config, _WORKERS if workers is None else workers, interrupt=interrupt, bar=bar)
+                train_virtual(config, ranks, interrupt=interrupt, bar=bar, checkpoints=checkpoints, earlier=earlier)
                 if virtual
-                else train_rank(config, ring=inject(ring, config), interrupt=interrupt, bar=bar)
+                else train_rank(
+                    config,
+                    ring=inject(ring, config),
+                    interrupt=interrupt,
+                    bar=bar,
+                    checkpoints=checkpoints,
+                    earlier=earlier,
+                )
             )
         if run is not None:
-            folder = save_run(run, out, new_name(run.config.parsed_rule().name, f"seed{config.seed}"))
+            path = folder.finish(run)
             if as_json:
-                click.echo(
-                    json.dumps(
-                        {"run": str(folder), **run.facts, **run.config.to_json(), **run.summary.to_json()}, indent=1
-                    )
-                )
+                click.echo(json.dumps(_run_as_json(run, path), indent=1))
             else:
-                print_run(run, str(folder), _console())
-    if interrupt.signal is not None:
-        sys.exit(128 + interrupt.signal)
+                print_run(run, str(path), _console())
+    if interrupt.signal == signal.SIGINT:
+        sys.exit(128 + signal.SIGINT)  # other signals are a scheduler's, to which this run ended well
 
 
 @cli.command()
@@ -313,6 +375,17 @@ def demo(notebook: Path, out: Path, as_json: bool) -> None:
     for comparison in comparisons:
         print_comparison(comparison, _console())
     click.echo(f"The page is {page}")
+
+
+_BESIDE_RESUME = {"resume", "checkpoint_every", "workers", "virtual", "seconds", "samples", "rounds", "out", "as_json"}
+
+
+def _refuse_settings_of_a_resumed_run() -> None:
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
+        if given and parameter.name not in _BESIDE_RESUME:
+            raise SpecError(f"{parameter.opts[0]} comes from the run that --resume continues; leave it out.")
 
 
 def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import psutil
 import pytest
 
@@ -123,6 +124,52 @@ def test_ctrl_c_leaves_a_readable_run(tmp_path):
     assert run.summary.interrupted
     assert run.summary.rounds > 1
     assert sorted(set(run.steps["rank"])) == [0, 1]
+
+
+@pytest.mark.parametrize("rule", ["local_sgd:steps=4", "losp"])
+def test_a_schedulers_signal_to_one_rank_ends_all_well_and_the_run_goes_on(tmp_path, rule):
+    options = ["--rule", rule, "--step-time", "0.02", "--seconds", "100"]
+    process = launch(tmp_path, sys.executable, *TRAIN, *options)
+    for line in iter(lambda: process.stdout.read(200), ""):
+        if "rounds=" in line:
+            break
+    os.kill(_pid_of_rank(tmp_path, 1), signal.SIGUSR1)
+    code, out = finish(process)
+    assert code == 0, out
+    (folder,) = (tmp_path / "runs").iterdir()
+    before = load_run(folder)
+    assert before.summary.interrupted
+    assert sorted(file.name for file in (folder / "checkpoint").iterdir()) == ["rank-0.pt", "rank-1.pt"]
+
+    goal = before.summary.rounds + 20
+    again = [*TRAIN[:3], "--resume", folder, "--rounds", goal, "--out", "again"]
+    code, out = finish(launch(tmp_path, sys.executable, *again))
+    assert code == 0, out
+    (folder,) = (tmp_path / "again").iterdir()
+    after = load_run(folder)
+    assert after.facts["resumed"]["exact"]
+    assert not after.summary.interrupted
+    assert after.summary.rounds == goal
+    for rank in (0, 1):
+        mine = after.steps[after.steps["rank"] == rank]
+        assert mine["step"].tolist() == list(range(len(mine)))
+    assert len(after.steps) > len(before.steps)
+    assert after.curve["samples"].iloc[-1] == after.steps["samples"].sum()
+    pd.testing.assert_frame_equal(
+        after.steps.groupby("rank").head(3).reset_index(drop=True),
+        before.steps.groupby("rank").head(3).reset_index(drop=True),
+    )
+
+
+def _pid_of_rank(folder, rank):
+    for process in psutil.process_iter():
+        try:
+            ours = process.cwd() == str(folder) and process.cmdline()[:3] == [sys.executable, *TRAIN[:2]]
+            if ours and process.environ().get("HOROVOD_RANK") == str(rank):
+                return process.pid
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    raise AssertionError(f"there is no rank {rank}")
 
 
 def test_ranks_with_different_rules_are_told_once(tmp_path):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that training honours between two local steps."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a wish that training honours between two local steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Self
 
 __all__ = ["Interrupt"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupt:
-    """Takes the first SIGINT or SIGTERM as the wish to stop; the next one acts as if this were not here.
+    """Takes the first SIGINT, SIGTERM or SIGUSR1 as the wish to stop; the next one acts as if this were not here.
 
+    SIGUSR1 comes from schedulers before a time limit, perhaps more than once, and is never more than a wish.
     Horovod's launcher passes Ctrl-C on to its ranks as SIGTERM, and kills them about five seconds later.
 
     Attributes
@@ -46,4 +47,5 @@ class Interrupt:
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         for other, handler in self._before.items():
-            signal.signal(other, handler)
+            if other != signal.SIGUSR1:
+                signal.signal(other, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -160,3 +161,5 @@ def print_run(run: Run, folder: str, console: Console) -> None:
         )
     if summary.interrupted:
         console.print("Interrupted: this run was cut short.", style="yellow")
+        if (Path(folder) / "checkpoint").is_dir():
+            console.print(f"Go on with: slackring train --resume {folder}", highlight=False, soft_wrap=True)

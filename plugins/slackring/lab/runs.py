@@ -50,6 +50,8 @@ class Run:
         Rows of :class:`slackring.lab.records.CurvePoint`.
     summary
         The run in numbers.
+    checkpoint
+        By rank, the content of the file that it goes on from; see :mod:`slackring.lab.checkpoint`. Empty if none was taken.
     """
 
     config: TrainConfig
@@ -58,6 +60,7 @@ class Run:
     rounds: pd.DataFrame
     curve: pd.DataFrame
     summary: Summary
+    checkpoint: tuple[bytes, ...] = ()
 
 
 def facts(config: TrainConfig, ring: Ring) -> dict[str, Any]:
@@ -214,11 +217,15 @@ def save_run(run: Run, out: Path, name: str) -> Path:
             getattr(run, table).to_parquet(folder / f"{table}.parquet", index=False)
         write_json(folder / "timeline.json", chrome_trace(run.steps, run.rounds), indent=None)
         write_json(folder / "summary.json", run.summary.to_json())
+        if run.checkpoint:
+            (folder / "checkpoint").mkdir()
+            for rank, content in enumerate(run.checkpoint):
+                (folder / "checkpoint" / f"rank-{rank}.pt").write_bytes(content)
     return out / name
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run's folder.
+    """Read a run's folder, without its checkpoint.
 
     Raises
     ------

@@ -42,7 +42,7 @@ class Summary:
     longest_window
         Most computing time in one window, in median local steps of the slowest rank.
     interrupted
-        Whether Ctrl-C or SIGTERM ended the run.
+        Whether a signal (Ctrl-C, SIGTERM, SIGUSR1) cut the run short, or this is a checkpoint on its way.
     """
 
     seconds_to_target: float | None

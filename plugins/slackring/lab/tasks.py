@@ -39,7 +39,8 @@ class Task:
         Mean loss of a micro-batch, from the model's output and the labels.
     loaders
         Called with ``(batch_size, rank, size, seed)``; returns the batches that this rank trains on (endless, or as many
-        as it has) and the batches that every rank evaluates on (finite, and the same each time they are iterated).
+        as it has) and the batches that every rank evaluates on (finite, and the same each time they are iterated). A resumed
+        run calls ``load_state_dict`` of batches that have it, and draws and skips what was drawn before from others.
     metric
         Quality of a model on those evaluation batches, from 0 to 1; more is better.
 
@@ -94,12 +95,29 @@ def random_batches(x: Tensor, y: Tensor, batch_size: int, rank: int, seed: int) 
         Samples in a batch.
     rank, seed
         What the draws depend on.
+
+    Returns
+    -------
+    Iterator
+        It has ``state_dict()`` and ``load_state_dict(state)`` too.
     """
-    word = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
-    generator = torch.Generator().manual_seed(word)
-    while True:
-        index = torch.randint(len(y), (batch_size,), generator=generator)
-        yield x[index], y[index]
+    return _RandomBatches(x, y, batch_size, int(np.random.SeedSequence((seed, rank)).generate_state(1)[0]))
+
+
+class _RandomBatches(Iterator[tuple[Tensor, Tensor]]):
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, word: int) -> None:
+        self._x, self._y, self._batch_size = x, y, batch_size
+        self._generator = torch.Generator().manual_seed(word)
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        index = torch.randint(len(self._y), (self._batch_size,), generator=self._generator)
+        return self._x[index], self._y[index]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._generator.set_state(state["generator"])
 
 
 def load_task(text: str) -> Task:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 import torch
@@ -13,6 +13,17 @@ from torch import Tensor, nn
 from slackring.cluster import VirtualCluster
 from slackring.errors import DivergedError
 from slackring.lab.agree import on_every_rank
+from slackring.lab.checkpoint import (
+    Checkpoints,
+    Earlier,
+    Saved,
+    StatefulBatches,
+    Timetable,
+    pack,
+    random_state,
+    set_random_state,
+    share,
+)
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.progress import ProgressBar
@@ -55,7 +66,13 @@ def inject(ring: Ring, config: TrainConfig) -> Ring:
 
 
 def train_virtual(
-    config: TrainConfig, size: int, *, interrupt: Interrupt | None = None, bar: ProgressBar | None = None
+    config: TrainConfig,
+    size: int,
+    *,
+    interrupt: Interrupt | None = None,
+    bar: ProgressBar | None = None,
+    checkpoints: Checkpoints | None = None,
+    earlier: Earlier | None = None,
 ) -> Run:
     """Run on virtual ranks, under a virtual clock.
 
@@ -65,7 +82,7 @@ def train_virtual(
         The run; it needs a step time, since computing takes no virtual time.
     size
         Number of virtual ranks.
-    interrupt, bar
+    interrupt, bar, checkpoints, earlier
         As in :func:`train`.
 
     Examples
@@ -81,12 +98,18 @@ def train_virtual(
         network=config.parsed_network(),
         seed=config.seed,
     )
-    runs = cluster.run(train, config, interrupt=interrupt, bar=bar)
+    runs = cluster.run(train, config, interrupt=interrupt, bar=bar, checkpoints=checkpoints, earlier=earlier)
     return next(run for run in runs if run is not None)
 
 
 def train(
-    config: TrainConfig, *, ring: Ring | None = None, interrupt: Interrupt | None = None, bar: ProgressBar | None = None
+    config: TrainConfig,
+    *,
+    ring: Ring | None = None,
+    interrupt: Interrupt | None = None,
+    bar: ProgressBar | None = None,
+    checkpoints: Checkpoints | None = None,
+    earlier: Earlier | None = None,
 ) -> Run | None:
     """Train on this rank as one of all ranks; collective.
 
@@ -100,6 +123,12 @@ def train(
         Ends the run early, on all ranks after the same round, once a signal has come on any of them.
     bar
         Shows the progress on rank 0.
+    checkpoints
+        When to take checkpoints, the same on all ranks; None takes none. They are taken between two local steps of every
+        rank, after the same round, until one of them has run out of batches.
+    earlier
+        The run to continue, on rank 0; what the other ranks give does not count. With as many ranks as before, each goes on
+        exactly where it was; with another number, all go on from the anchor, and their batches where they were.
 
     Returns
     -------
@@ -110,13 +139,22 @@ def train(
     ------
     DivergedError
         On every rank, if a loss was no longer a finite number on one of them.
+    DataError
+        On every rank, if the checkpoint cannot be read.
     SlackringError
         On every rank, if the ranks disagree, the task is not there, or the ring breaks.
     """
     ring = ambient_ring() if ring is None else ring
-    agree(ring, config.to_json(), "slackring.lab.config")
+    every = None if checkpoints is None else checkpoints.every
+    agree(ring, {**config.to_json(), "checkpoint_every": every}, "slackring.lab.config")
     config = config.with_lr(ring.size)
-    return _Session(config, ring, interrupt, bar, on_every_rank(ring, lambda: _task(config, ring))).run()
+    task = on_every_rank(ring, lambda: _task(config, ring))
+    session = _Session(config, ring, interrupt, bar, task, checkpoints)
+    files = earlier.run.checkpoint if earlier is not None and ring.rank == 0 else ()
+    saved = on_every_rank(ring, lambda: share(ring, files))
+    if saved is not None:
+        session.resume(saved, earlier if ring.rank == 0 else None)
+    return session.run()
 
 
 def _task(config: TrainConfig, ring: Ring) -> Task:
@@ -128,7 +166,13 @@ class _Session:
     """The state of one run on one rank."""
 
     def __init__(
-        self, config: TrainConfig, ring: Ring, interrupt: Interrupt | None, bar: ProgressBar | None, task: Task
+        self,
+        config: TrainConfig,
+        ring: Ring,
+        interrupt: Interrupt | None,
+        bar: ProgressBar | None,
+        task: Task,
+        checkpoints: Checkpoints | None,
     ) -> None:
         self.config, self.ring, self.task = config, ring, task
         self.facts = facts(config, ring) if ring.rank == 0 else {}
@@ -151,27 +195,62 @@ class _Session:
         self.curve: list[CurvePoint] = []
         self.losses: list[float] = []
         self.diverged_at: int | None = None
+        self.evaluation_due = 0.0
+        self.checkpoints = checkpoints
+        every = None if checkpoints is None else checkpoints.every
+        self.timetable = None if every is None else Timetable(every)
+        self.saved: Saved | None = None
+        self.earlier: Run | None = None
+
+    def resume(self, saved: Saved, earlier: Earlier | None) -> None:
+        """Go on from a checkpoint; `earlier` on rank 0, which holds the rows of all ranks."""
+        self.saved = saved
+        self.model.load_state_dict(saved.state["model"])
+        self.optimizer.load_state_dict(saved.state["optimizer"])
+        self.evaluation_due = saved.state["evaluation due"]
+        if self.timetable is not None:
+            rounds = saved.state["optimizer"]["slackring"]["ending"]["progress"]["rounds"]
+            self.timetable.resume(rounds, saved.state["seconds"])
+        if isinstance(self.batches, StatefulBatches) and saved.batches is not None:
+            self.batches.load_state_dict(saved.batches)
+        if earlier is not None:
+            self.earlier = earlier.run
+            self.curve += [CurvePoint(*row) for row in earlier.run.curve.itertuples(index=False)]
+            summary = earlier.run.summary
+            self.facts["resumed"] = {
+                "run": str(earlier.folder),
+                "ranks": earlier.ranks,
+                "exact": saved.exact,
+                "seconds": summary.seconds,
+                "rounds": summary.rounds,
+            }
 
     def run(self) -> Run | None:
         self.ring.barrier()
-        self.began = self.ring.clock.now()
-        self._loop()
+        self.began = self.ring.clock.now() - (0.0 if self.saved is None else self.saved.state["seconds"])
+        self._loop(self._stream())
+        if self.timetable is not None:
+            # A rank that joins still meets the others, to say that it has no step to go on from.
+            self.optimizer.on_landed(lambda landed: self._meet(between_steps=False))
         self.optimizer.join()
         interrupted, diverged = self._verdicts()
         if diverged is not None:
             raise DivergedError(diverged)
-        steps, rounds = self._tables()
-        if self.ring.rank != 0:
-            return None
-        self._evaluate()
-        curve = to_table(self.curve, CurvePoint._fields)
-        summary = summarise(steps, rounds, curve, target=self.config.target, interrupted=interrupted)
-        return Run(self.config, self.facts, steps, rounds, curve, summary)
+        return self._result(interrupted, over=True)
 
-    def _loop(self) -> None:
+    def _stream(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches that are left, with this rank's random streams where they were."""
+        stream = iter(self.batches)
+        if self.saved is not None and self.saved.exact:
+            if not isinstance(self.batches, StatefulBatches):
+                for _ in range(self.saved.state["optimizer"]["slackring"]["local step"]):
+                    next(stream, None)
+            set_random_state(self.saved.state["random"])
+        return stream
+
+    def _loop(self, stream: Iterator[tuple[Tensor, Tensor]]) -> None:
         optimizer, model, loss_of = self.optimizer, self.model, self.task.loss
-        due = 0.0
-        for x, y in self.batches:
+        for x, y in stream:
             optimizer.set_samples(len(y))
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
@@ -183,11 +262,12 @@ class _Session:
             self.losses.append(value)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step(samples=len(y))
-            if self.ring.rank == 0 and self._seconds() >= due:
-                due += self.config.eval_every
+            if self.ring.rank == 0 and self._seconds() >= self.evaluation_due:
+                self.evaluation_due += self.config.eval_every
                 if not self.curve or optimizer.progress.rounds > self.curve[-1].rounds:
                     with optimizer.consensus():
                         self._evaluate()
+            self._meet(between_steps=True)
             if self.bar is not None:
                 self.bar.show(optimizer.progress, self._seconds(), self.curve[-1].accuracy if self.curve else None)
             if self.interrupt.signal is not None:
@@ -206,6 +286,46 @@ class _Session:
         self.curve.append(CurvePoint(seconds, progress.rounds, progress.steps, progress.samples, loss, accuracy))
         if self.config.stop_at_target and accuracy >= self.config.target and not progress.stop:
             self.optimizer.request_stop()
+
+    def _meet(self, *, between_steps: bool) -> None:
+        """Meet the other ranks if it is the round for it; take a checkpoint if it is time, and all can go on from here."""
+        checkpoints, timetable, rounds = self.checkpoints, self.timetable, self.optimizer.progress.rounds
+        if checkpoints is None or timetable is None or rounds < timetable.meeting:
+            return
+        with self.optimizer._engine.paused():
+            mine = json.dumps([between_steps, self._seconds()]).encode()
+            told = [json.loads(text) for text in self.ring.gather(mine, "slackring.lab.meeting")]
+            if not all(ready for ready, _ in told):
+                self.timetable = None
+            elif timetable.meet(rounds, told[0][1]):
+                run = self._result(interrupted=True, over=False)
+                if run is not None:
+                    checkpoints.keep(run)
+
+    def _state(self) -> bytes:
+        """All that this rank goes on from."""
+        return pack(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "batches": self.batches.state_dict() if isinstance(self.batches, StatefulBatches) else None,
+                "random": random_state(),
+                "seconds": self._seconds(),
+                "evaluation due": self.evaluation_due,
+            }
+        )
+
+    def _result(self, interrupted: bool, *, over: bool) -> Run | None:
+        """The run as far as it has come, on rank 0; collective."""
+        files = () if self.checkpoints is None else tuple(self.ring.gather(self._state(), "slackring.lab.checkpoint"))
+        steps, rounds = self._tables()
+        if self.ring.rank != 0:
+            return None
+        if over:
+            self._evaluate()
+        curve = to_table(self.curve, CurvePoint._fields)
+        summary = summarise(steps, rounds, curve, target=self.config.target, interrupted=interrupted)
+        return Run(self.config, self.facts, steps, rounds, curve, summary, files)
 
     def _verdicts(self) -> tuple[bool, str | None]:
         """Learn from all ranks whether the run was cut short, and where it diverged."""
@@ -233,10 +353,16 @@ class _Session:
         steps[["start", "end"]] -= self.began
         rounds[["launched", "landed"]] -= self.began
         gather: Callable[[bytes, str], list[bytes]] = self.ring.gather
-        return (
-            from_bytes(gather(to_bytes(steps), "slackring.lab.steps")),
-            from_bytes(gather(to_bytes(rounds), "slackring.lab.rounds")),
-        )
+        steps = from_bytes(gather(to_bytes(steps), "slackring.lab.steps"))
+        rounds = from_bytes(gather(to_bytes(rounds), "slackring.lab.rounds"))
+        if self.earlier is None:
+            return steps, rounds
+        return _after(self.earlier.steps, steps, "step"), _after(self.earlier.rounds, rounds, "round")
+
+
+def _after(earlier: pd.DataFrame, rows: pd.DataFrame, index: str) -> pd.DataFrame:
+    """The rows of a run and of the one that continues it, rank by rank."""
+    return pd.concat([earlier, rows], ignore_index=True).sort_values(["rank", index], kind="stable", ignore_index=True)
 
 
 def _lr(config: TrainConfig) -> float:

@@ -394,9 +394,23 @@ class Engine:
         self.settled = True
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep what is done between two local steps out of the time of both; local."""
+        entered = self.ring.clock.now()
+        try:
+            yield
+        finally:
+            if self._mark is not None:
+                self._mark += self.ring.clock.now() - entered
+
+    @contextmanager
     def consensus(self) -> Iterator[None]:
         """Put the last landed anchor and the averaged buffers into the model for a while; local."""
-        entered = self.ring.clock.now()
+        with self.paused(), self._anchor_in_model():
+            yield
+
+    @contextmanager
+    def _anchor_in_model(self) -> Iterator[None]:
         targets: list[Tensor] = []
         values: list[Tensor] = []
         if self.started:
@@ -418,8 +432,6 @@ class Engine:
             if self._probe is not None:
                 place = self._probe[0]
                 self._probe = (place, self._parameters[place]._version)
-            if self._mark is not None:
-                self._mark += self.ring.clock.now() - entered
 
     def reset_anchor(self) -> None:
         """Make the model as it is now the anchor; on every rank, with the same parameters."""
