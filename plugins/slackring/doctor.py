@@ -150,14 +150,14 @@ def check_horovod(facts: Mapping[str, Any]) -> Check:
     Examples
     --------
     >>> check_horovod({"error": ""}).detail
-    'not installed, so only the virtual and the single-rank ring work'
+    'not installed, so ranks can be started by torchrun or be virtual, not by horovodrun'
     """
     if "error" in facts:
         reason = facts["error"]
         detail = (
             f"installed, but it does not load: {reason}"
             if reason
-            else "not installed, so only the virtual and the single-rank ring work"
+            else "not installed, so ranks can be started by torchrun or be virtual, not by horovodrun"
         )
         return _build(detail)
     version = facts["version"]
