@@ -164,7 +164,9 @@ def test_allreduce_of_real_ranks() -> None:
 
 @pytest.mark.multirank
 def test_allreduce_that_fails_says_why() -> None:
-    check = doctor.check_allreduce(ranks=2, timeout=60, rank_program="raise SystemExit('no such luck')")
+    # The other rank is ended by the launcher, which must not hide the reason.
+    program = "import os, time\ntime.sleep(30 * int(os.environ['HOROVOD_RANK']))\nraise SystemExit('no such luck')"
+    check = doctor.check_allreduce(ranks=2, timeout=60, rank_program=program)
     assert check.status == "fail"
     assert check.detail == "2 ranks on lo failed: no such luck"
     assert check.remedy.startswith("horovodrun --gloo -np 2 --network-interfaces lo")

@@ -290,7 +290,9 @@ def _reason(output: str) -> str:
     """Find the line that tells most in what the launcher printed: the last of a rank's, or else the very last."""
     lines = output.strip().splitlines() or ["no output"]
     of_ranks = [line.partition("<stderr>:")[2] for line in lines if re.match(r"\[\d+\]<stderr>:", line)]
-    return (of_ranks or lines)[-1]
+    # Once a rank has failed the launcher ends the others, and their shells say so.
+    telling = [line for line in of_ranks if line.strip() not in ("", "Terminated", "Killed")]
+    return (telling or of_ranks or lines)[-1]
 
 
 def check_allreduce(ranks: int = 2, timeout: float = 60.0, rank_program: str = _RANK) -> Check:
