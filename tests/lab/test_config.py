@@ -29,6 +29,7 @@ def test_json_holds_everything():
         ({"momentum": 1.0}, SpecError, "--momentum"),
         ({"target": 88.0}, SpecError, "--target is an accuracy"),
         ({"seed": -1}, SpecError, "seed"),
+        ({"seed": 2**63}, SpecError, r"below 2\*\*63"),  # more than torch takes
         ({"seconds": None}, SpecError, "a run needs an end"),
     ],
 )

@@ -90,8 +90,8 @@ class TrainConfig:
             raise SpecError(f"--momentum must be at least 0 and below 1, not {self.momentum}.")
         if not 0 < self.target <= 1:
             raise SpecError(f"--target is an accuracy, above 0 and at most 1, not {self.target}.")
-        if self.seed < 0:
-            raise SpecError(f"a seed must be at least 0, not {self.seed}.")
+        if not 0 <= self.seed < 2**63:
+            raise SpecError(f"a seed must be at least 0 and below 2**63, not {self.seed}.")
         if self.seconds is None and self.samples is None and self.rounds is None:
             raise SpecError("a run needs an end: give --seconds, --samples or --rounds.")
 
