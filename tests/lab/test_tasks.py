@@ -78,6 +78,7 @@ def test_a_task_of_the_users_own_is_found_in_the_current_folder(tmp_path, monkey
         ("digitz", "did you mean 'digits'"),
         ("no_such_module_at_all:task", "there is no module 'no_such_module_at_all'"),
         (":task", "package.module:function"),
+        ("../folder/module:task", "package.module:function"),
     ],
 )
 def test_what_is_not_a_task_is_refused(text, told):

@@ -144,7 +144,7 @@ def load_task(text: str) -> Task:
     if text in BUILT_IN:
         return BUILT_IN[text]()
     module_name, colon, function_name = text.partition(":")
-    if not colon or not module_name or not function_name:
+    if not colon or not module_name or module_name.startswith(".") or not function_name:
         raise SpecError(
             f"there is no task named {text!r}; {nearest(text, BUILT_IN)}, or package.module:function for your own."
         )
