@@ -60,6 +60,12 @@ def test_help_answers_at_once():
     assert "Example:" in done.stdout
 
 
+def test_without_a_command_the_help_is_shown(monkeypatch, capsys):
+    code, out, err = invoke(monkeypatch, capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: ")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_with_an_example(command):
     done = CliRunner().invoke(cli.cli, [command, "--help"])
@@ -143,6 +149,7 @@ BAD = {
     "option": (["train", "--ruel", "bsp"], "--rule"),
     "folder": (["show", "no-such-folder"], "'no-such-folder' is not the folder of a finished run"),
     "notebook": (["demo", "--notebook", "no-such.ipynb"], "there is no notebook 'no-such.ipynb'"),
+    "no notebook": (["demo", "--notebook", __file__], "is not a notebook"),
 }
 
 

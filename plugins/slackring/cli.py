@@ -437,7 +437,7 @@ def main() -> None:
     A mistake of the user is one line on stderr and exit code 2. All ranks notice the same mistakes, so rank 0 tells them.
     """
     try:
-        cli.main(standalone_mode=False)
+        cli.main(sys.argv[1:] or ["--help"], standalone_mode=False)
     except click.exceptions.Abort:  # what click makes of a KeyboardInterrupt
         click.echo("slackring: interrupted before there was a result.", err=True)
         sys.exit(130)

@@ -38,7 +38,7 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
     Raises
     ------
     DataError
-        If the notebook is missing, or `out` cannot be written.
+        If the notebook is missing or none, or `out` cannot be written.
     SlackringError
         If a cell fails; the executed notebook shows where.
     """
@@ -79,9 +79,12 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
 
 def _parameters(notebook: Path) -> set[str]:
     """Names that the cell tagged `parameters` sets; papermill itself cannot read those whose text has an equals sign."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
-    statements = [statement for cell in tagged for statement in ast.parse("".join(cell["source"])).body]
+    try:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
+        statements = [statement for cell in tagged for statement in ast.parse("".join(cell["source"])).body]
+    except (OSError, ValueError, KeyError, TypeError, SyntaxError) as exc:
+        raise DataError(f"{str(notebook)!r} is not a notebook that can be read: {exc!r}.") from exc
     return {
         target.id
         for statement in statements
