@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
+from collections.abc import Iterator
 
 import pandas as pd
 import pytest
@@ -157,14 +158,21 @@ def test_an_interrupt_ends_the_run_and_keeps_what_was_measured(rule, monkeypatch
     assert 3 < run.summary.seconds < 5
 
 
-def test_one_signal_is_a_wish_and_the_second_is_an_order():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, which a job that a shell put into the background starts without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_one_signal_is_a_wish_and_the_second_is_an_order(ctrl_c):
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ranks_with_different_settings_learn_so():
