@@ -396,10 +396,13 @@ def test_second_run_takes_the_wheel_of_the_first(
 def test_interrupt_ends_the_compilers_and_leaves_nothing(tmp_path: Path) -> None:
     # The driver is interrupted alone, as by a job scheduler; a terminal's Ctrl-C reaches the compilers as well.
     driver = """
+import signal
 import sys
 from pathlib import Path
 from cluster_configs.horovod import build as builder
 from tests.cluster_configs import test_horovod_build as tests
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 
 def download(folder):
     tests._sources(folder / "src")
