@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,8 +24,6 @@ from slackring.ring.base import Ring
 from slackring.rules import Rule
 
 __all__ = ["Engine"]
-
-log = logging.getLogger("slackring")
 
 
 class Engine:
