@@ -14,7 +14,7 @@ from slackring._version import __version__
 from slackring.ring.ambient import ring
 
 if TYPE_CHECKING:
-    from slackring import data, rules, stragglers, testing
+    from slackring import data, rules, stragglers, testing, zipline
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
@@ -49,6 +49,7 @@ __all__ = [
     "rules",
     "stragglers",
     "testing",
+    "zipline",
 ]
 
 _HOME = {
@@ -63,7 +64,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "rules", "stragglers", "testing"):
+    if name in ("data", "rules", "stragglers", "testing", "zipline"):
         return import_module(f"slackring.{name}")
     for module, names in _HOME.items():
         if name in names:

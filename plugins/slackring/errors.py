@@ -7,6 +7,7 @@ __all__ = [
     "DataError",
     "DivergedError",
     "HorovodMissingError",
+    "PlanError",
     "RingError",
     "RuleError",
     "SlackringError",
@@ -55,6 +56,10 @@ class DivergedError(SlackringError, RuntimeError):
 
 class DataError(SlackringError, ValueError):
     """A data file, trace or run folder that is missing or malformed."""
+
+
+class PlanError(SlackringError, ValueError):
+    """End times or intervals that no superstep can be planned from."""
 
 
 class HorovodMissingError(SlackringError, ImportError):
