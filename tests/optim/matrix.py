@@ -675,14 +675,29 @@ def _(rule: str) -> None:
     same_as_plain(rule, script)
 
 
-def _refused_dtype(dtype: torch.dtype, rule: str) -> None:
-    on_ranks(lambda: Ruled(rule).wrap(torch.optim.SGD([parameter(dtype=dtype)], lr=0.5)))
+def _narrow(dtypes: Sequence[torch.dtype], rule: str) -> None:
+    def script(hand: Hand) -> list[Tensor]:
+        parameters = [parameter(2, 3, dtype=dtype) for dtype in dtypes]
+        optimizer = hand.wrap(torch.optim.SGD(parameters, lr=0.5, momentum=0.5))
+        move(hand, optimizer, parameters)
+        hand.drain(optimizer)
+        assert [x.dtype for x in parameters] == list(dtypes)
+        return list(parameters)
+
+    same_as_plain(rule, script)
 
 
-for _dtype in (torch.bfloat16, torch.float16):
-    feature(MODELS, f"{str(_dtype).removeprefix('torch.')} parameters", refused_by=RULES)(
-        functools.partial(_refused_dtype, _dtype)
-    )
+for _title, _dtypes in {
+    "bfloat16 parameters (Horovod: refused when it sends them)": (torch.bfloat16,),
+    "float16 parameters": (torch.float16,),
+    "float32, bfloat16 and float16 parameters together": (torch.bfloat16, torch.float32, torch.float16),
+}.items():
+    feature(MODELS, _title)(functools.partial(_narrow, _dtypes))
+
+
+@feature(MODELS, "complex parameters", refused_by=RULES)
+def _(rule: str) -> None:
+    on_ranks(lambda: Ruled(rule).wrap(torch.optim.SGD([parameter(dtype=torch.complex64)], lr=0.5)))
 
 
 @feature(MODELS, "`torch.compile`d models")

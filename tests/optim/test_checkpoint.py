@@ -26,9 +26,11 @@ RULES = [
 STEPS = 23
 
 
-def start(rule: str) -> tuple[torch.nn.Module, sr.RelaxedOptimizer, torch.Generator]:
+def start(
+    rule: str, dtype: torch.dtype = torch.float64
+) -> tuple[torch.nn.Module, sr.RelaxedOptimizer, torch.Generator]:
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)).double()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)).to(dtype)
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = sr.DistributedOptimizer(
         plain, rule, named_parameters=model.named_parameters(), named_buffers=model.named_buffers()
@@ -40,7 +42,7 @@ def steps(model: torch.nn.Module, optimizer: sr.RelaxedOptimizer, data: torch.Ge
     for _ in range(number):
         x = torch.randn(6, 4, generator=data, dtype=torch.float64)
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        model(x.to(next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step(samples=6)
 
 
@@ -49,14 +51,14 @@ def end(model: torch.nn.Module, optimizer: sr.RelaxedOptimizer) -> list[torch.Te
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
-def undisturbed(rule: str) -> list[torch.Tensor]:
-    model, optimizer, data = start(rule)
+def undisturbed(rule: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    model, optimizer, data = start(rule, dtype)
     steps(model, optimizer, data, STEPS)
     return end(model, optimizer)
 
 
-def until_killed(rule: str, killed_at: int) -> dict[str, Any]:
-    model, optimizer, data = start(rule)
+def until_killed(rule: str, killed_at: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    model, optimizer, data = start(rule, dtype)
     steps(model, optimizer, data, killed_at)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.get_state()}, file)
@@ -65,8 +67,8 @@ def until_killed(rule: str, killed_at: int) -> dict[str, Any]:
     return saved
 
 
-def resumed(rule: str, saves: list[dict[str, Any]], killed_at: int) -> list[torch.Tensor]:
-    model, optimizer, data = start(rule)
+def resumed(rule: str, saves: list[dict[str, Any]], killed_at: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    model, optimizer, data = start(rule, dtype)
     saved = copy.deepcopy(saves[sr.ring().rank])
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -76,12 +78,14 @@ def resumed(rule: str, saves: list[dict[str, Any]], killed_at: int) -> list[torc
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("killed_at", [1, 7, 12, 16])
-def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(rule: str, killed_at: int) -> None:
+@pytest.mark.parametrize(
+    ("killed_at", "dtype"), [*((at, torch.float64) for at in (1, 7, 12, 16)), (7, torch.bfloat16), (12, torch.float16)]
+)
+def test_a_resumed_run_ends_with_the_bits_of_the_undisturbed_one(rule: str, killed_at: int, dtype: torch.dtype) -> None:
     cluster = sr.VirtualCluster(3)
-    expected = cluster.run(undisturbed, rule)
-    saves = cluster.run(until_killed, rule, killed_at)
-    found = cluster.run(resumed, rule, saves, killed_at)
+    expected = cluster.run(undisturbed, rule, dtype)
+    saves = cluster.run(until_killed, rule, killed_at, dtype)
+    found = cluster.run(resumed, rule, saves, killed_at, dtype)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 

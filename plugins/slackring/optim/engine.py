@@ -162,10 +162,10 @@ class Engine:
         self._saved = saved
         self._local_step = 0 if saved is None else saved["local step"]
 
-    def extend(self, parameters: Sequence[Tensor]) -> None:
+    def extend(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Train more parameters from the next start on."""
         self._start_anew()
-        self._names += [f"parameter.{len(self._parameters) + place}" for place in range(len(parameters))]
+        self._names += names
         self._parameters += parameters
 
     def _start_anew(self) -> None:

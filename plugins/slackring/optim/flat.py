@@ -1,4 +1,7 @@
-"""Tensors laid out in flat buffers, one a dtype and device, so that a round sends few large tensors."""
+"""Tensors laid out in flat buffers, one a dtype and device, so that a round sends few large tensors.
+
+Tensors of 16 bits lie in buffers of float32: Horovod sums no bfloat16, and an anchor of 16 bits would swallow small averages.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FlatBuffers", "FlatSpace", "digest"]
+__all__ = ["DTYPES", "FlatBuffers", "FlatSpace", "digest", "scale_into"]
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""What a tensor in flat buffers may be."""
 
 _DIGEST_ELEMENTS = 1 << 16
 _DIGEST_MASK = (1 << 52) - 1  # what a double can carry exactly
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FlatSpace:
@@ -26,7 +33,8 @@ class FlatSpace:
         self._shapes = [tensor.shape for tensor in tensors]
         self._members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
-            self._members.setdefault((tensor.dtype, tensor.device), []).append(index)
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            self._members.setdefault((dtype, tensor.device), []).append(index)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +85,7 @@ class FlatBuffers:
     Attributes
     ----------
     flats : list of Tensor
-        1-d, one a dtype and device.
+        1-d, one a dtype (float32 or float64) and device.
     views : list of Tensor
         In the order and with the shapes of the tensors.
     """
@@ -91,7 +99,7 @@ class FlatBuffers:
             torch._foreach_copy_(self.views, tensors)
 
     def store(self, tensors: list[Tensor]) -> None:
-        """Copy into the tensors."""
+        """Copy into the tensors, rounded where they are narrower."""
         if tensors:
             torch._foreach_copy_(tensors, self.views)
 
@@ -147,6 +155,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
 
 
+def scale_into(out: Tensor, tensor: Tensor, factor: float) -> None:
+    """Put `factor` times a tensor into `out`, in the precision of `out`."""
+    if tensor.dtype == out.dtype:
+        torch.mul(tensor, factor, out=out)
+    else:  # torch would multiply in the tensor's own precision
+        out.copy_(tensor).mul_(factor)
+
+
 def digest(tensors: Sequence[Tensor], turn: int | None = None) -> float:
     """Sum of the tensors' bits, as a whole number that a double carries exactly.
 
@@ -169,5 +185,5 @@ def digest(tensors: Sequence[Tensor], turn: int | None = None) -> float:
     total = 0
     for tensor, at in pieces:
         flat = tensor.detach().reshape(-1)[at : at + _DIGEST_ELEMENTS].contiguous()
-        total += int(flat.view(torch.int64 if flat.dtype == torch.float64 else torch.int32).sum(dtype=torch.int64))
+        total += int(flat.view(_BITS[flat.itemsize]).sum(dtype=torch.int64))
     return float(total & _DIGEST_MASK)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from slackring.errors import UnsupportedError
 from slackring.optim.engine import Engine
+from slackring.optim.flat import DTYPES
 from slackring.optim.progress import Budget, LandedRound, Progress
 from slackring.optim.records import Recorder
 from slackring.ring.ambient import ring as ambient_ring
@@ -31,7 +32,6 @@ _HOROVOD_ARGUMENTS = {
     "sparse_as_dense": "build embeddings with sparse=False",
     "process_set": "all ranks take part",
 }
-_DTYPES = (torch.float32, torch.float64)
 
 
 def DistributedOptimizer(
@@ -55,7 +55,8 @@ def DistributedOptimizer(
     ----------
     optimizer
         Any optimizer that evaluates its closure once. Gradient rules (``bsp``) keep Horovod's habit of an lr times the
-        number of ranks; delta rules (all others) take the lr of a single rank.
+        number of ranks; delta rules (all others) take the lr of a single rank. Its parameters are float32, float64,
+        bfloat16 or float16; those of 16 bits are averaged in float32.
     rule
         A rule or its text, such as ``"losp:k_max=64"``.
     named_parameters
@@ -103,7 +104,7 @@ def DistributedOptimizer(
         raise UnsupportedError(f"max_grad_norm is above 0, not {max_grad_norm}.")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(parameters, named_parameters)
-    _refuse_dtypes(parameters)
+    _refuse_dtypes(names, parameters)
     chosen = ring or ambient_ring()
     engine = Engine(
         optimizer,
@@ -111,7 +112,7 @@ def DistributedOptimizer(
         chosen,
         names,
         parameters,
-        [buffer for _, buffer in named_buffers or () if buffer.dtype in _DTYPES],
+        [buffer for _, buffer in named_buffers or () if buffer.dtype in DTYPES],
         max_grad_norm,
         budget,
         recorder,
@@ -242,9 +243,12 @@ class RelaxedOptimizer(Optimizer):
         """Add a group with its own settings; on every rank, before the first step or after ``drain()``."""
         if not self._engine.settled:
             raise UnsupportedError("a parameter group is added before the first step or after drain(), not in between.")
+        before = sum(len(group["params"]) for group in self.param_groups)
         super().add_param_group(param_group)
-        _refuse_dtypes(added := self.param_groups[-1]["params"])
-        self._engine.extend(added)
+        added = self.param_groups[-1]["params"]
+        names = [f"parameter.{before + place}" for place in range(len(added))]
+        _refuse_dtypes(names, added)
+        self._engine.extend(names, added)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         base = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, RelaxedOptimizer))
@@ -294,12 +298,13 @@ def _drain_if_alive(reference: weakref.ref[Optimizer]) -> Callable[[], None]:
     return drain
 
 
-def _refuse_dtypes(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.dtype not in _DTYPES:
+def _refuse_dtypes(names: Iterable[str], parameters: Iterable[Tensor]) -> None:
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise UnsupportedError(
-                f"a parameter of shape {list(parameter.shape)} is {parameter.dtype}; keep parameters in float32 or float64 "
-                "(autocast for lower precision)."
+                f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, which has no average here; parameters are "
+                f"{known}."
             )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slackring.errors import UnsupportedError
-from slackring.optim.flat import FlatBuffers
+from slackring.optim.flat import FlatBuffers, scale_into
 from slackring.ring.base import Flight
 
 __all__ = ["BackwardOverlap"]
@@ -111,7 +111,7 @@ class BackwardOverlap:
                     if not present[index]:
                         grad = parameter.grad
                         if grad is not None:
-                            torch.mul(grad, samples, out=self._buffers.views[index])
+                            scale_into(self._buffers.views[index], grad, samples)
                             present[index] = True
                         else:
                             self._buffers.views[index].zero_()
@@ -139,7 +139,7 @@ class BackwardOverlap:
         if grad.layout != torch.strided:
             raise UnsupportedError("sparse gradients cannot be averaged here; build the embedding with sparse=False.")
         with torch.no_grad():
-            torch.mul(grad, self._samples, out=self._buffers.views[index])
+            scale_into(self._buffers.views[index], grad, self._samples)
         self._fired[index] = True
         self._sent.append((parameter, grad, grad._version))
         self._left[self._bucket_of[index]] -= 1

@@ -99,8 +99,11 @@ class Payload(ABC):
 class DeltaPayload(Payload):
     """Parameter deltas: the optimizer steps locally, and the differences to the window's start are averaged.
 
-    Beside the model it holds the anchor, the window's start (if rounds overlap) and one buffer a round in flight; "auto"
-    compensation, and a compensation with a staleness above 1, add a copy of each own delta in flight.
+    Beside the model it holds the anchor, the window's start (if rounds overlap, or parameters have 16 bits) and one buffer a
+    round in flight; "auto" compensation, and a compensation with a staleness above 1, add a copy of each own delta in flight.
+
+    Parameters of 16 bits hold the anchor rounded, while the anchor itself takes in what is smaller than that. A window starts
+    from what they really hold, so that a rounding is never sent as work.
 
     Parameters
     ----------
@@ -115,7 +118,8 @@ class DeltaPayload(Payload):
         space = FlatSpace(parameters)
         self._new, self.nbytes = space.new, space.nbytes
         self._anchor = space.new()
-        self._start = space.new() if rule.staleness else self._anchor
+        self._rounds_off = any(parameter.dtype.itemsize < 4 for parameter in parameters)
+        self._start = space.new() if rule.staleness or self._rounds_off else self._anchor
         self._free: list[FlatBuffers] = []
         self._own: deque[FlatBuffers] = deque()
         self._keeps_own = rule.compensation == "auto" or (rule.staleness > 1 and rule.compensation != 0)
@@ -144,6 +148,8 @@ class DeltaPayload(Payload):
                 for earlier in self._own:
                     self._start.add_(earlier, self.compensation)
             self._start.store(self._parameters)
+            if self._rounds_off:
+                self._start.load(self._parameters)
             if own is not None:
                 self._own.append(own)
         delta.mul_(delta_factor(self._rule.weighting, steps, samples))
@@ -162,13 +168,13 @@ class DeltaPayload(Payload):
                     self.compensation = min(max(average.dot(contribution.own) / norm, 0.0), 1.0)
         self._free.append(average)
         if not self._rule.staleness:
-            self._anchor.store(self._parameters)
+            self.settle()
 
     def settle(self) -> None:
         """With nothing in flight, make the local model the anchor."""
         self._anchor.store(self._parameters)
         if self._start is not self._anchor:
-            self._start.copy_(self._anchor)
+            self._start.load(self._parameters)
 
     def anchor(self) -> list[Tensor]:
         """Views of the anchor, in the parameters' order."""
