@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextvars
 import heapq
 import itertools
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import greenlet
-import numpy as np
 import torch
 
 from slackring.errors import RingError
 from slackring.ring.ambient import current
 from slackring.ring.base import Flight, Pace, Ring
 from slackring.ring.network import Network
+from slackring.ring.random_state import RandomState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,27 +43,6 @@ class _Meeting:
         self.result: Any = None
         self.end: int | None = None  # ns, known once all have come
         self.memo: dict[object, Any] = {}
-
-
-class _RandomState:
-    """Modes and random states that belong to a rank, though torch, NumPy and Python keep them globally."""
-
-    def __init__(self) -> None:
-        self.capture()
-
-    def capture(self) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.autocast = torch.is_autocast_enabled("cpu")
-        self.autocast_dtype = torch.get_autocast_dtype("cpu")
-        self.torch, self.numpy, self.python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-    def restore(self) -> None:
-        torch.set_grad_enabled(self.grad)
-        torch.set_autocast_enabled("cpu", self.autocast)
-        torch.set_autocast_dtype("cpu", self.autocast_dtype)
-        torch.set_rng_state(self.torch)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
 
 
 class _Hub:
@@ -113,7 +91,7 @@ class _Hub:
         elif meeting.end > self.now:
             self.sleep_until(rank, meeting.end)
 
-    def loop(self, states: list[_RandomState]) -> None:
+    def loop(self, states: list[RandomState]) -> None:
         """Switch to whoever is due until all are done.
 
         Raises
@@ -259,7 +237,7 @@ def run_virtual(
     """Run `fn` on as many virtual ranks as there are paces, and return its results by rank."""
     hub = _Hub(len(paces), network)
     results: list[Any] = [None] * hub.size
-    caller, states, threads = _RandomState(), [], torch.get_num_threads()
+    caller, states, threads = RandomState(), [], torch.get_num_threads()
     try:
         # The order of sums, and so a run's result, depends on the threads; small models are fastest on one anyway.
         torch.set_num_threads(1)
@@ -279,12 +257,7 @@ def run_virtual(
             task = greenlet.greenlet(run_rank, parent=hub.main)
             task.gr_context = contextvars.copy_context()
             hub.greenlets.append(task)
-            # Each rank starts with its own random streams, the same in every run.
-            word = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
-            torch.manual_seed(word)
-            np.random.seed(word)
-            random.seed(word)
-            states.append(_RandomState())
+            states.append(RandomState.seeded(seed, rank))
             hub.wake(rank, 0)
         hub.loop(states)
     finally:
