@@ -14,7 +14,7 @@ from slackring._version import __version__
 from slackring.ring.ambient import ring
 
 if TYPE_CHECKING:
-    from slackring import data, rules, stragglers, testing, zipline
+    from slackring import data, rules, server, stragglers, testing, zipline
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slackring.ring.collectives import allreduce, barrier, broadcast
     from slackring.ring.network import Network
     from slackring.rules import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed, Rule, parse_rule
+    from slackring.server.server import ParameterServer
 
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "DistributedOptimizer",
     "LocalSGD",
     "Network",
+    "ParameterServer",
     "Progress",
     "Relaxed",
     "RelaxedOptimizer",
@@ -47,6 +49,7 @@ __all__ = [
     "parse_rule",
     "ring",
     "rules",
+    "server",
     "stragglers",
     "testing",
     "zipline",
@@ -59,12 +62,13 @@ _HOME = {
     "ring.collectives": ("allreduce", "barrier", "broadcast"),
     "ring.network": ("Network",),
     "cluster": ("VirtualCluster",),
+    "server.server": ("ParameterServer",),
     "errors": ("SlackringError",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "rules", "stragglers", "testing", "zipline"):
+    if name in ("data", "rules", "server", "stragglers", "testing", "zipline"):
         return import_module(f"slackring.{name}")
     for module, names in _HOME.items():
         if name in names:
