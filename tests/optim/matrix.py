@@ -784,6 +784,7 @@ MAKE: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
     "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True, weight_decay=0.0),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.5, centered=True),
+    "`slackring.optim.DualAveraging`": lambda parameters: sr.optim.DualAveraging(parameters, lr=0.1, growth=0.5),
     "a class of your own": lambda parameters: Fading(parameters, lr=0.1),
     "`foreach=True`": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=True),
     "`fused=True`": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
