@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from slackring import cli
 
-COMMANDS = ["doctor", "train", "compare", "fuzz", "show", "demo"]
+COMMANDS = ["doctor", "train", "compare", "fuzz", "show", "plan", "demo"]
 VIRTUAL = [
     "--virtual",
     "--task",
@@ -148,6 +148,7 @@ BAD = {
     "command": (["trian"], "train"),
     "option": (["train", "--ruel", "bsp"], "--rule"),
     "folder": (["show", "no-such-folder"], "'no-such-folder' is not the folder of a finished run"),
+    "times": (["plan", "no-such.csv"], "'no-such.csv' cannot be read"),
     "notebook": (["demo", "--notebook", "no-such.ipynb"], "there is no notebook 'no-such.ipynb'"),
     "no notebook": (["demo", "--notebook", __file__], "is not a notebook"),
 }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slackring.lab.checkpoint import Earlier
     from slackring.lab.config import TrainConfig
     from slackring.lab.runs import Run
+    from slackring.lab.supersteps import Times
     from slackring.ring.base import Ring
 
 __all__ = ["main"]
@@ -346,6 +347,42 @@ def show(folder: Path, as_json: bool) -> None:
             click.echo(json.dumps(_run_as_json(run, folder), indent=1))
         else:
             print_run(run, str(folder), _console())
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--lookahead", type=click.IntRange(1), default=15, show_default=True, help="Iterations of each worker.")
+@click.option(
+    "--times", type=click.Choice(["ends", "iterations"]), help="What the file says; ends ascend, if not given."
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the timeline into this file, e.g. plan.png.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def plan(file: Path, lookahead: int, times: Times | None, plot: Path | None, as_json: bool) -> None:
+    """Plan where workers of unequal speed meet next, so that nobody waits long (ZipLine).
+
+    FILE is a CSV with a line a worker, or JSON (a list of lists, or an object of lists by worker): when the worker's next
+    iterations end, or how long its past ones took, in any unit. Past ones go on as the last; then all start at 0.
+
+    \b
+    Example:
+      slackring plan times.csv --lookahead 15 --plot plan.png
+    """
+    from slackring.lab.supersteps import plan_superstep, print_superstep, read_recorded
+
+    superstep = plan_superstep(read_recorded(file), lookahead, times)
+    if plot is not None:
+        try:
+            from slackring.lab.plots import superstep_plot
+
+            superstep_plot(superstep).savefig(plot)
+        except ImportError as exc:
+            raise SpecError(f"--plot needs the package {exc.name}: pip install 'slackring[lab]'.") from None
+        except (OSError, ValueError) as exc:  # ValueError: no such kind of picture
+            raise SpecError(f"--plot {str(plot)!r} cannot be written: {exc}.") from None
+    if as_json:
+        click.echo(json.dumps(superstep.to_json(), indent=1))
+    else:
+        print_superstep(superstep, _console())
 
 
 @cli.command()

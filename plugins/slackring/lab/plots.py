@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,9 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from slackring.lab.runs import Run
+from slackring.lab.supersteps import Superstep
 from slackring.lab.timeline import HIDDEN, lanes
 
-__all__ = ["accuracy_plot", "colours", "timeline_plot"]
+__all__ = ["accuracy_plot", "colours", "superstep_plot", "timeline_plot"]
 
 _NEUTRAL = "#555555"
 # Okabe and Ito's palette, which people with any colour vision tell apart; yellow is left out, too pale for a line.
@@ -139,6 +141,42 @@ def _draw_lanes(axes: Axes, run: Run, start: float, end: float) -> None:
             )
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     axes.set_ylim(ranks - 0.5, -0.5)
+
+
+def superstep_plot(superstep: Superstep) -> Figure:
+    """Draw a planned superstep: iterations, targets and waits of each worker, up to a little after the barrier.
+
+    Parameters
+    ----------
+    superstep
+        The plan, and the end times it was made of.
+
+    Returns
+    -------
+    Figure
+        For ``savefig`` or a notebook.
+    """
+    plan, start, until = superstep.plan, superstep.start, superstep.shown_until
+    figure = Figure(figsize=(10, 1.1 + 0.34 * len(superstep.workers)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (ends, target) in enumerate(zip(superstep.ends, plan.targets.tolist(), strict=True)):
+        spans = [(left, right - left) for left, right in itertools.pairwise([start, *ends])]
+        for some, alpha in ((spans[: target + 1], 1.0), (spans[target + 1 :], 0.25)):
+            colour = _LANES["computing"]
+            axes.broken_barh(
+                some, (place - 0.33, 0.66), facecolors=colour, edgecolor="white", linewidth=0.6, alpha=alpha
+            )
+        wait = (ends[target], plan.barrier - ends[target])
+        axes.broken_barh([wait], (place - 0.33, 0.66), facecolors=_LANES["waiting"])
+    axes.axvline(plan.barrier, color="black", linewidth=1.2)
+    axes.set_yticks(range(len(superstep.workers)), superstep.workers, fontsize=8)
+    axes.set_ylim(len(superstep.workers) - 0.5, -0.5)
+    axes.set_xlim(start, until)
+    axes.set_xlabel("time, in the unit of the file")
+    axes.set_title(f"barrier {plan.barrier:g}, gap {plan.gap:g}", loc="left", fontsize=10)
+    handles = [Patch(color=_LANES[name], label=name) for name in ("computing", "waiting")]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    return _bare(figure, [axes])
 
 
 def _alpha(activity: str) -> float:
