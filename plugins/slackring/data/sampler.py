@@ -153,8 +153,9 @@ class RoundSampler(Sampler[list[int]]):
         resuming = engine.resuming
         if resuming:
             engine.start()
-        # Every rank goes on from its own checkpoint, its open window and rounds in flight included.
-        self._exact = resuming and self._loaded and not engine.settled and self._dealer is not None
+        # Every rank goes on from its own checkpoint, its open window and rounds in flight included, or nothing is in flight.
+        exact = not (engine.settled and self._unlanded)
+        self._exact = resuming and self._loaded and exact and self._dealer is not None
         if not (self._exact and self._go_on()):
             # Alike on all ranks: one that neither took a step nor heard of one since it last began must drain too.
             if not engine.settled or not self._heard:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slackring.errors import DataError, SpecError
+from slackring.lab.dealt import Dealt
 from slackring.spec import nearest
 
 __all__ = ["BUILT_IN", "Batches", "Task", "accuracy", "load_task", "random_batches"]
@@ -38,9 +39,11 @@ class Task:
     loss
         Mean loss of a micro-batch, from the model's output and the labels.
     loaders
-        Called with ``(batch_size, rank, size, seed)``; returns the batches that this rank trains on (endless, or as many
-        as it has) and the batches that every rank evaluates on (finite, and the same each time they are iterated). A resumed
-        run calls ``load_state_dict`` of batches that have it, and draws and skips what was drawn before from others.
+        Called with ``(batch_size, rank, size, seed)``; returns what this rank trains on and the batches that every rank
+        evaluates on (finite, and the same each time they are iterated). It trains on batches of its own (endless, or as many as
+        it has), or on what it is :class:`~slackring.lab.dealt.Dealt` of a data set that all ranks share. Of a shard of its own
+        a fast rank would see each sample more often than others see theirs. A resumed run calls ``load_state_dict`` of
+        batches that have it, and draws and skips what was drawn before from others.
     metric
         Quality of a model on those evaluation batches, from 0 to 1; more is better.
 
@@ -56,7 +59,7 @@ class Task:
     name: str
     model: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
-    loaders: Callable[[int, int, int, int], tuple[Batches, Batches]]
+    loaders: Callable[[int, int, int, int], tuple[Batches | Dealt, Batches]]
     metric: Callable[[nn.Module, Batches], float]
 
 
@@ -85,7 +88,8 @@ def random_batches(x: Tensor, y: Tensor, batch_size: int, rank: int, seed: int) 
     """Draw endless random batches from all samples, with replacement.
 
     Every rank draws from the whole set with a generator of its own, so all ranks see the same distribution (IID), and a
-    rank's k-th batch depends on seed and rank alone, not on how fast it is.
+    rank's k-th batch depends on seed and rank alone, not on how fast it is: a fast rank sees no sample more often than a slow
+    one does. There are no epochs, at whose end ranks would wait for each other.
 
     Parameters
     ----------

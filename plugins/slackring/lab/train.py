@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -25,6 +26,7 @@ from slackring.lab.checkpoint import (
     share,
 )
 from slackring.lab.config import TrainConfig
+from slackring.lab.dealt import Dealt, DealtBatches
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.progress import ProgressBar
 from slackring.lab.records import CurvePoint, RunRecorder, from_bytes, to_bytes, to_table
@@ -33,7 +35,7 @@ from slackring.lab.summary import summarise
 from slackring.lab.tasks import Batches, Task, load_task
 from slackring.optim.agreement import agree
 from slackring.optim.optimizer import DistributedOptimizer
-from slackring.optim.progress import Budget
+from slackring.optim.progress import Budget, LandedRound
 from slackring.optim.records import RoundRecord, StepRecord
 from slackring.ring.ambient import ring as ambient_ring
 from slackring.ring.base import Ring
@@ -128,7 +130,8 @@ def train(
         rank, after the same round, until one of them has run out of batches.
     earlier
         The run to continue, on rank 0; what the other ranks give does not count. With as many ranks as before, each goes on
-        exactly where it was; with another number, all go on from the anchor, and their batches where they were.
+        exactly where it was; with another number, all go on from the anchor, and their batches where they were: what is
+        :class:`~slackring.lab.dealt.Dealt` and had not landed is dealt anew.
 
     Returns
     -------
@@ -181,7 +184,7 @@ class _Session:
         self.model = task.model()
         for tensor in self.model.state_dict().values():
             tensor.copy_(ring.broadcast(tensor))
-        self.batches, self.test = task.loaders(config.batch_size, ring.rank, ring.size, config.seed)
+        batches, self.test = task.loaders(config.batch_size, ring.rank, ring.size, config.seed)
         self.recorder = RunRecorder()
         self.optimizer = DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=_lr(config), momentum=config.momentum),
@@ -192,6 +195,9 @@ class _Session:
             recorder=self.recorder,
             ring=ring,
         )
+        self.batches = DealtBatches(batches, self.optimizer) if isinstance(batches, Dealt) else batches
+        self.place: Literal["loader", "step", "end"] = "loader"
+        """Where this rank is: it waits for a batch, has one, or has had its last."""
         self.curve: list[CurvePoint] = []
         self.losses: list[float] = []
         self.diverged_at: int | None = None
@@ -211,8 +217,10 @@ class _Session:
         if self.timetable is not None:
             rounds = saved.state["optimizer"]["slackring"]["ending"]["progress"]["rounds"]
             self.timetable.resume(rounds, saved.state["seconds"])
-        if isinstance(self.batches, StatefulBatches) and saved.batches is not None:
-            self.batches.load_state_dict(saved.batches)
+        # What is dealt is every rank's; other batches are their own rank's.
+        batches = saved.state["batches"] if isinstance(self.batches, DealtBatches) else saved.batches
+        if isinstance(self.batches, StatefulBatches) and batches is not None:
+            self.batches.load_state_dict(batches)
         if earlier is not None:
             self.earlier = earlier.run
             self.curve += [CurvePoint(*row) for row in earlier.run.curve.itertuples(index=False)]
@@ -228,10 +236,9 @@ class _Session:
     def run(self) -> Run | None:
         self.ring.barrier()
         self.began = self.ring.clock.now() - (0.0 if self.saved is None else self.saved.state["seconds"])
+        self.optimizer.on_landed(self._landed)
         self._loop(self._stream())
-        if self.timetable is not None:
-            # A rank that joins still meets the others, to say that it has no step to go on from.
-            self.optimizer.on_landed(lambda landed: self._meet(between_steps=False))
+        self.place = "end"
         self.optimizer.join()
         interrupted, diverged = self._verdicts()
         if diverged is not None:
@@ -251,6 +258,7 @@ class _Session:
     def _loop(self, stream: Iterator[tuple[Tensor, Tensor]]) -> None:
         optimizer, model, loss_of = self.optimizer, self.model, self.task.loss
         for x, y in stream:
+            self.place = "step"
             optimizer.set_samples(len(y))
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
@@ -267,13 +275,14 @@ class _Session:
                 if not self.curve or optimizer.progress.rounds > self.curve[-1].rounds:
                     with optimizer.consensus():
                         self._evaluate()
-            self._meet(between_steps=True)
+            self._meet()
             if self.bar is not None:
                 self.bar.show(optimizer.progress, self._seconds(), self.curve[-1].accuracy if self.curve else None)
             if self.interrupt.signal is not None:
                 optimizer.request_stop()
             if optimizer.progress.stop:
                 return
+            self.place = "loader"
 
     def _seconds(self) -> float:
         return self.ring.clock.now() - self.began
@@ -287,16 +296,24 @@ class _Session:
         if self.config.stop_at_target and accuracy >= self.config.target and not progress.stop:
             self.optimizer.request_stop()
 
-    def _meet(self, *, between_steps: bool) -> None:
+    def _landed(self, landed: LandedRound) -> None:
+        """Meet the others also in rounds without a local step of this rank: to say that it cannot go on from here."""
+        if self.place != "step":
+            self._meet()
+
+    def _meet(self) -> None:
         """Meet the other ranks if it is the round for it; take a checkpoint if it is time, and all can go on from here."""
         checkpoints, timetable, rounds = self.checkpoints, self.timetable, self.optimizer.progress.rounds
         if checkpoints is None or timetable is None or rounds < timetable.meeting:
             return
         with self.optimizer._engine.paused():
-            mine = json.dumps([between_steps, self._seconds()]).encode()
+            mine = json.dumps([self.place, self._seconds()]).encode()
             told = [json.loads(text) for text in self.ring.gather(mine, "slackring.lab.meeting")]
-            if not all(ready for ready, _ in told):
+            places = {place for place, _ in told}
+            if "end" in places:
                 self.timetable = None
+            elif "loader" in places:
+                timetable.meeting = rounds + 1
             elif timetable.meet(rounds, told[0][1]):
                 run = self._result(interrupted=True, over=False)
                 if run is not None:
