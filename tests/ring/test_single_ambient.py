@@ -26,7 +26,7 @@ def test_alone_every_collective_is_the_identity():
     flight.seal()
     assert flight.done()
     flight.wait()
-    assert flight.once(lambda: 3) == 3
+    assert flight.once("three", lambda: 3) == 3
 
 
 def test_counts_may_be_summed_but_not_averaged():

@@ -197,7 +197,7 @@ def test_what_follows_from_a_round_is_computed_once_for_all() -> None:
         flight.send(torch.ones(1))
         flight.seal()
         flight.wait()
-        return flight.once(lambda: computed.append(ring.rank) or object())
+        return flight.once("x", lambda: computed.append(ring.rank) or object())
 
     results = sr.VirtualCluster(3).run(rank)
     assert len(computed) == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import slackring as sr
 from slackring.errors import RuleError, SlackringError
-from slackring.rules import Every, Rule, Trigger, WhenFree, parse_rules, rules
+from slackring.rules import Every, Moment, Rule, Trigger, WhenFree, parse_rules, rules
 from slackring.rules.weighting import Totals, delta_divisor, delta_factor
 
 counts = st.integers(1, 1000)
@@ -152,8 +152,8 @@ class Alternating(Trigger):
 
     steps: int
 
-    def closes(self, steps: int, ring_free: object) -> bool:
-        return steps >= self.steps or (steps % 2 == 0 and ring_free())  # type: ignore[operator]
+    def closes(self, moment: Moment) -> bool:
+        return moment.steps >= self.steps or (moment.steps % 2 == 0 and moment.ring_free())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ def never_asked() -> bool:
 
 @given(counts, counts)
 def test_every(limit: int, steps: int) -> None:
-    assert Every(limit).closes(steps, never_asked) == (steps >= limit)
+    assert Every(limit).closes(Moment(steps, never_asked)) == (steps >= limit)
 
 
 @given(windows_of(), counts, st.booleans())
@@ -223,11 +223,11 @@ def test_when_free(bounds: tuple[int, int], steps: int, free: bool) -> None:
     k_min, k_max = bounds
     trigger = WhenFree(k_min, k_max)
     if steps < k_min:
-        assert not trigger.closes(steps, never_asked)
+        assert not trigger.closes(Moment(steps, never_asked))
     elif steps >= k_max:
-        assert trigger.closes(steps, never_asked)
+        assert trigger.closes(Moment(steps, never_asked))
     else:
-        assert trigger.closes(steps, lambda: free) == free
+        assert trigger.closes(Moment(steps, lambda: free)) == free
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class RoundSampler(Sampler[list[int]]):
 def _windows(rule: Rule) -> Windows:
     trigger = rule.trigger
     if isinstance(trigger, Every):
-        return Windows(rule.staleness, trigger.steps, trigger.steps)
+        return Windows(rule.most_in_flight, trigger.steps, trigger.steps)
     if isinstance(trigger, WhenFree):
-        return Windows(rule.staleness, trigger.k_min, trigger.k_max)
-    return Windows(rule.staleness, 1, None)
+        return Windows(rule.most_in_flight, trigger.k_min, trigger.k_max)
+    return Windows(rule.most_in_flight, 1, None)

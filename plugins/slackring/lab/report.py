@@ -153,7 +153,7 @@ def print_run(run: Run, folder: str, console: Console) -> None:
     ):
         lines.add_row(key, value)
     console.print(lines, highlight=False)
-    blocking = config.parsed_rule().staleness == 0
+    blocking = config.parsed_rule().most_in_flight == 0
     if blocking and summary.limit_share > _NOTHING_TO_GAIN and len(summary.wait_share) > 1:
         console.print(
             f"Ranks hardly waited: no rule could have made this more than {1 / summary.limit_share:.2f} times faster.",

@@ -12,6 +12,7 @@ import torch
 
 from slackring.errors import AgreementError
 from slackring.optim.progress import LandedRound
+from slackring.rules import Seen
 from slackring.rules.weighting import Totals
 
 if TYPE_CHECKING:
@@ -30,21 +31,23 @@ class Slot(IntEnum):
     """Samples in the window."""
     STEP_SECONDS = 2
     """Mean computing time of the window's local steps."""
-    BLOCKED_SECONDS = 3
+    LAST_SECONDS = 3
+    """Computing time of the window's last local step."""
+    BLOCKED_SECONDS = 4
     """Time blocked since the contribution before."""
-    FLIGHT_SECONDS = 4
+    FLIGHT_SECONDS = 5
     """From launch to landing of the last landed round."""
-    JOINED = 5
+    JOINED = 6
     """0 while the rank trains; once it is out of data, 1 and the seconds since then."""
-    DRAINING = 6
+    DRAINING = 7
     """The rank is in ``drain()``."""
-    STOP = 7
+    STOP = 8
     """The rank asks everyone to stop."""
-    NON_FINITE = 8
+    NON_FINITE = 9
     """The contribution was not finite, or overflowed in mixed precision, and is sent as zeros."""
-    AGAIN = 9
+    AGAIN = 10
     """The buckets sent during the backward pass are not this step's: reduce the round again."""
-    DIGEST = 10
+    DIGEST = 11
     """Digest of a piece of the anchor."""
 
 
@@ -168,6 +171,22 @@ class Landed:
     def lowest_training_rank(self) -> int:
         """The lowest rank that has not joined; the last one to join if all have."""
         return int(np.argmin(self.slots[:, Slot.JOINED]))
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What rules plan from."""
+        slots = self.slots
+        training = slots[:, Slot.JOINED] == 0
+        # The last rank to launch sees the flight alone; the others' flights include waiting for it.
+        flights = slots[training, Slot.FLIGHT_SECONDS]
+        return Seen(
+            tuple(slots[:, Slot.STEPS].astype(int).tolist()),
+            tuple(slots[:, Slot.SAMPLES].tolist()),
+            tuple(slots[:, Slot.STEP_SECONDS].tolist()),
+            tuple(slots[:, Slot.LAST_SECONDS].tolist()),
+            tuple(training.tolist()),
+            float(flights.min()) if len(flights) else 0.0,
+        )
 
     def told(self, index: int) -> LandedRound:
         """What listeners are told of round `index`."""

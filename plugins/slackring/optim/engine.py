@@ -67,7 +67,7 @@ class Engine:
 
         self._rounds: Rounds  # from the start on
         self._launched_before = 0  # by rounds that came before the newest start
-        self._ending = Ending(rule.staleness, self._budget)
+        self._ending = Ending(rule.most_in_flight, self._budget)
         self.progress = self._ending.progress
         self._samples = 1.0  # assumed for the next step
         self._local_step = 0
@@ -194,16 +194,16 @@ class Engine:
             )
         self._refuse_outside_changes()
         self.settled = False
-        clock, ring = self.ring.clock, self.ring
+        clock = self.ring.clock
         entered = clock.now()
         self._step_start = entered if self._mark is None else self._mark
-        self._injected = ring.pace(clock, ring.rank, self._local_step, self._mark) if ring.pace else 0.0
+        self._injected, interrupted = self._lengthen(entered)
         self._paced = clock.now()
         self._blocked_before = self._rounds.blocked
         # Weighted by steps, if the samples are not known.
         self._samples = self._samples if samples is None else _positive(samples)
-        self._overflow = self._take_gradient_scale()
-        self._step_samples = 0.0 if self._overflow else self._samples
+        self._void = self._take_gradient_scale() or interrupted
+        self._step_samples = 0.0 if self._void else self._samples
         self._round = self._rounds.launched
         payload = self._rounds.payload
         if isinstance(payload, GradientPayload):
@@ -212,7 +212,7 @@ class Engine:
             self._advance_if_closed()
             if not self._apply_average():
                 self._hide_parameters()
-        elif self._overflow:
+        elif self._void:
             self._hide_parameters()
         elif self._max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
@@ -263,11 +263,25 @@ class Engine:
         window.steps += 1
         window.samples += self._step_samples
         window.seconds += seconds
+        window.last_seconds = seconds
 
     def _advance_if_closed(self) -> None:
-        rounds = self._rounds
-        if self._trigger.closes(rounds.window.steps, lambda: rounds.free):
-            rounds.advance(stepping=True)
+        if self._trigger.closes(self._rounds.moment()):
+            self._rounds.advance(stepping=True)
+
+    def _lengthen(self, now: float) -> tuple[float, bool]:
+        """Let what is injected into this step pass; return its seconds, and whether the deadline cut it short."""
+        ring = self.ring
+        if ring.pace is None:
+            return 0.0, False
+        seconds = ring.pace(ring.rank, self._local_step, now - self._step_start)
+        interrupted = False
+        if self.rule.interrupts and self._rounds.window.steps:  # every window has at least one whole step
+            left = self._rounds.seconds_left()
+            if left is not None and left < seconds:
+                seconds, interrupted = max(left, 0.0), True
+        ring.clock.sleep(seconds)
+        return seconds, interrupted
 
     def _take_gradient_scale(self) -> bool:
         """Unscale gradients that torch's GradScaler handed over; return whether this micro-batch overflowed."""
@@ -386,6 +400,7 @@ class Engine:
         self._rounds.payload.settle()
         if self._rounds.statistics is not None:
             self._rounds.statistics.settle()
+        self._rounds.begin_window()
         self._probe = None
         self._mark = self.ring.clock.now()
         self.settled = True
@@ -397,8 +412,11 @@ class Engine:
         try:
             yield
         finally:
+            elapsed = self.ring.clock.now() - entered
             if self._mark is not None:
-                self._mark += self.ring.clock.now() - entered
+                self._mark += elapsed
+            if self.started:
+                self._rounds.postpone(elapsed)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

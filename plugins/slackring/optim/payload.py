@@ -119,10 +119,10 @@ class DeltaPayload(Payload):
         self._new, self.nbytes = space.new, space.nbytes
         self._anchor = space.new()
         self._rounds_off = any(parameter.dtype.itemsize < 4 for parameter in parameters)
-        self._start = space.new() if rule.staleness or self._rounds_off else self._anchor
+        self._start = space.new() if rule.most_in_flight or self._rounds_off else self._anchor
         self._free: list[FlatBuffers] = []
         self._own: deque[FlatBuffers] = deque()
-        self._keeps_own = rule.compensation == "auto" or (rule.staleness > 1 and rule.compensation != 0)
+        self._keeps_own = rule.compensation == "auto" or (rule.most_in_flight > 1 and rule.compensation != 0)
         # Before anything has been measured, own progress is the best guess of everyone's.
         self.compensation = 1.0 if rule.compensation == "auto" else float(rule.compensation)
         self.reset()
@@ -141,7 +141,7 @@ class DeltaPayload(Payload):
         if self._keeps_own:
             own = self._new()
             own.copy_(delta)
-        if self._rule.staleness:
+        if self._rule.most_in_flight:
             self._start.copy_(self._anchor)
             if self.compensation:
                 self._start.add_(delta, self.compensation)
@@ -167,7 +167,7 @@ class DeltaPayload(Payload):
                 if norm > 0:
                     self.compensation = min(max(average.dot(contribution.own) / norm, 0.0), 1.0)
         self._free.append(average)
-        if not self._rule.staleness:
+        if not self._rule.most_in_flight:
             self.settle()
 
     def settle(self) -> None:

@@ -20,7 +20,8 @@ from slackring.optim.progress import LandedRound
 from slackring.optim.records import Recorder, RoundRecord
 from slackring.optim.statistics import AveragedBuffers
 from slackring.ring.base import ArrivedFlight, Flight, Ring
-from slackring.rules import Rule
+from slackring.rules import Every, Moment, Plan, Rule
+from slackring.rules.timing import next_deadline
 
 __all__ = ["Rounds", "Window"]
 
@@ -35,13 +36,16 @@ class Window:
     ----------
     steps, samples
         Local steps, and the samples in them.
-    seconds, blocked
-        Seconds of computing, and of waiting for rounds.
+    seconds, last_seconds
+        Computing time of its local steps, and of the last one.
+    blocked
+        Seconds of waiting for rounds.
     """
 
     steps: int = 0
     samples: float = 0.0
     seconds: float = 0.0
+    last_seconds: float = 0.0
     blocked: float = 0.0
 
 
@@ -105,23 +109,25 @@ class Rounds:
         self._rule, self._ring, self._name, self._names = rule, ring, name, names
         self._hyper, self._ending, self._seconds = hyper, ending, seconds
         self._recorder, self._listeners, self._use_average = recorder, listeners, use_average
-        self._staleness = rule.staleness
+        self.plan = rule.first_plan
         delta = rule.payload == "delta"
         self.payload: DeltaPayload | GradientPayload
         if delta:
             self.payload = DeltaPayload(rule, [parameter.detach() for parameter in parameters])
         else:
-            blocking_steps = rule.staleness == 0 and rule.trigger.closes(1, lambda: False) and ring.size > 1
+            blocking_steps = rule.most_in_flight == 0 and rule.trigger == Every(1) and ring.size > 1
             self.payload = GradientPayload(parameters, ring.size, self._open if blocking_steps else None)
         self.statistics = AveragedBuffers(list(buffers)) if buffers else None
         self._layout = ControlLayout(ring.size, 0 if delta else len(hyper), 0 if delta else len(parameters))
         self._in_flight: deque[_InFlight] = deque()
         self._flight_seconds = 0.0
         self._began = ring.clock.now()
+        self._deadline: float | None = None  # of the open window, on the ring's clock
         self.launched = 0
         self.window = Window()
         self.blocked = 0.0
         """Seconds blocked in all."""
+        self.begin_window()
 
     @property
     def over(self) -> bool:
@@ -129,9 +135,40 @@ class Rounds:
         return self._ending.over(self.launched)
 
     @property
-    def free(self) -> bool:
+    def _staleness(self) -> int:
+        planned = self.plan.in_flight
+        return self._rule.most_in_flight if planned is None else planned
+
+    def _free(self) -> bool:
         """Whether a launch would not block; polls the ring."""
-        return len(self._in_flight) < self._staleness or self._in_flight[0].flight.done()
+        if len(self._in_flight) < self._staleness:
+            return True
+        oldest = self._in_flight[0]
+        return oldest.flight.done() and self._ring.clock.now() >= oldest.launched + self._rule.least_flight
+
+    def moment(self) -> Moment:
+        """What the trigger may look at now."""
+        window, steps = self.window, self.plan.steps
+        return Moment(
+            window.steps,
+            self._free,
+            steps[self._ring.rank] if steps else 1,
+            window.last_seconds,
+            self.seconds_left(),
+        )
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the open window's deadline; None if it has none."""
+        return None if self._deadline is None else self._deadline - self._ring.clock.now()
+
+    def begin_window(self) -> None:
+        """Count the open window's time from now on."""
+        self._deadline = None if self.plan.seconds is None else self._ring.clock.now() + self.plan.seconds
+
+    def postpone(self, seconds: float) -> None:
+        """Move the open window's deadline, since time has passed that is not training's."""
+        if self._deadline is not None:
+            self._deadline += seconds
 
     @property
     def open(self) -> bool:
@@ -139,7 +176,7 @@ class Rounds:
         return bool(self._in_flight) or self.window.steps > 0
 
     def _open(self) -> Flight:
-        return self._ring.open(f"{self._name}.{self.launched % (self._staleness + 1)}")
+        return self._ring.open(f"{self._name}.{self.launched % (self._rule.most_in_flight + 1)}")
 
     def advance(self, *, joined_at: float | None = None, draining: bool = False, stepping: bool = False) -> None:
         """Launch the next round, landing an older one first if there would be too many in flight.
@@ -160,6 +197,10 @@ class Rounds:
             self._use_average()
         if self._ending.pause(self.launched):
             self.land_all()  # on all ranks, also those that only help others to drain
+        if self._staleness and self._deadline is not None and self.plan.seconds is not None:
+            self._deadline = next_deadline(self._deadline, self._ring.clock.now(), self.plan.seconds)
+        else:
+            self.begin_window()
         self._ending.progress.stop = self.over
 
     def _launch(self, joined_at: float | None, draining: bool) -> None:
@@ -180,6 +221,7 @@ class Rounds:
         slots[Slot.STEPS] = window.steps
         slots[Slot.SAMPLES] = window.samples if contributes else 0.0
         slots[Slot.STEP_SECONDS] = window.seconds / max(window.steps, 1)
+        slots[Slot.LAST_SECONDS] = window.last_seconds
         slots[Slot.BLOCKED_SECONDS] = window.blocked
         slots[Slot.FLIGHT_SECONDS] = self._flight_seconds
         if joined_at is not None:
@@ -219,7 +261,8 @@ class Rounds:
         before = clock.now()
         oldest = self._in_flight.popleft()
         oldest.flight.wait()
-        landed = oldest.flight.once(lambda: self._layout.read(oldest.control))
+        clock.sleep(oldest.launched + self._rule.least_flight - clock.now())
+        landed = oldest.flight.once("landed", lambda: self._layout.read(oldest.control))
         sent = landed.totals  # what came with the buffers, also if the gradients are reduced again
         if landed.again:
             landed = self._reduce_again(oldest, landed)
@@ -239,6 +282,8 @@ class Rounds:
             self.statistics.land(sent)
         if self._layout.hyper_parameters:
             self.agreed_hyper_parameters = landed.hyper_parameters[landed.lowest_training_rank]
+        plan = self.plan
+        self.plan = oldest.flight.once("plan", lambda: self._rule.plan(landed.seen, plan))
         self._ending.take(oldest.index, landed)
         if self._listeners:
             told = landed.told(oldest.index)
@@ -284,7 +329,7 @@ class Rounds:
         flight.wait()
         oldest.contribution = contribution
         oldest.nbytes *= 2
-        return flight.once(lambda: self._layout.read(control))
+        return flight.once("landed", lambda: self._layout.read(control))
 
     def land_all(self) -> None:
         """Land everything that is in flight."""
@@ -317,6 +362,8 @@ class Rounds:
             "launched": self.launched,
             "seconds": self._ring.clock.now() - self._began,
             "window": dataclasses.asdict(self.window),
+            "plan": dataclasses.asdict(self.plan),
+            "seconds left": self.seconds_left(),
             "ending": self._ending.save(),
             "payload": self.payload.save(),
             "statistics": None if self.statistics is None else self.statistics.save(),
@@ -348,7 +395,9 @@ class Rounds:
         self._began = self._ring.clock.now() - saved["seconds"]
         if not exact:
             return
-        self.window = Window(**saved["window"])
+        self.window, self.plan = Window(**saved["window"]), Plan(**saved["plan"])
+        left = saved["seconds left"]
+        self._deadline = None if left is None else self._ring.clock.now() + left
         for place, round in enumerate(saved["in flight"]):
             control = self._layout.new(self._ring.rank)
             control.tensor.copy_(round["control"])

@@ -31,22 +31,15 @@ class Clock(Protocol):
 class Pace(Protocol):
     """What makes a local step longer than its computing: a step time to fill up, a straggler."""
 
-    def __call__(self, clock: Clock, rank: int, step: int, started: float | None) -> float:
-        """Let the rest of local step `step` pass.
+    def __call__(self, rank: int, step: int, elapsed: float) -> float:
+        """Say by how many seconds a local step is to be lengthened.
 
         Parameters
         ----------
-        clock
-            The rank's clock.
         rank, step
             Which local step of which rank, both from 0.
-        started
-            When the step's computing began, in the clock's seconds; None if that is not known (the first step).
-
-        Returns
-        -------
-        float
-            The seconds that were injected.
+        elapsed
+            Seconds that the step has computed; 0 if that is not known (the first step).
         """
         ...
 
@@ -79,8 +72,8 @@ class Flight(ABC):
             If the round can no longer complete.
         """
 
-    def once(self, compute: Callable[[], T]) -> T:
-        """Compute what is the same on every rank of the round; rings that hold all ranks compute it for all at once."""
+    def once(self, what: str, compute: Callable[[], T]) -> T:
+        """Compute something that is the same on every rank of the round; rings that hold all ranks compute it for all at once."""
         return compute()
 
 
@@ -111,7 +104,7 @@ class Ring(ABC):
     clock : Clock
         The rank's clock.
     pace : Pace or None
-        What is injected into local steps; the optimizer calls it once a local step.
+        What is injected into local steps; the optimizer asks it once a local step.
     kind : str
         "horovod", "torch", "virtual" or "single".
     """

@@ -173,12 +173,12 @@ class _VirtualFlight(Flight):
             raise RingError(f"rank {self._ring.rank} waits for round {self._name!r}, which it has not sealed.")
         self._ring.hub.wait(self._meeting, self._ring.rank)
 
-    def once(self, compute: Callable[[], T]) -> T:
+    def once(self, what: str, compute: Callable[[], T]) -> T:
         """Compute once for all ranks what is the same on all of them."""
         memo = self._meeting.memo if self._meeting else {}
-        if "once" not in memo:
-            memo["once"] = compute()
-        result: T = memo["once"]
+        if what not in memo:
+            memo[what] = compute()
+        result: T = memo[what]
         return result
 
 

@@ -7,80 +7,63 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from slackring.errors import RuleError
+from slackring.rules.triggers import Trigger, WhenFree
 from slackring.spec import render
 
-__all__ = ["Compensation", "Every", "Payload", "Rule", "Trigger", "Weighting", "WhenFree"]
+__all__ = ["Compensation", "Payload", "Plan", "Rule", "Seen", "Weighting"]
 
 Payload = Literal["gradient", "delta"]
 Weighting = Literal["steps", "ranks", "samples"]
 Compensation = float | Literal["auto"]
 
 
-class Trigger(ABC):
-    """Decides, after a local step, whether the window closes."""
+class Seen(NamedTuple):
+    """What every rank said of its window in the round that has just landed; tuples are by rank.
 
-    @abstractmethod
-    def closes(self, steps: int, ring_free: Callable[[], bool]) -> bool:
-        """Whether a window that now holds `steps` local steps closes.
+    Attributes
+    ----------
+    steps, samples
+        Local steps and samples in the window.
+    step_seconds, last_seconds
+        Computing time of the window's local steps: their mean, and the last one's; 0 for an empty window.
+    training
+        Whether the rank still trains.
+    round_seconds
+        What a round takes once every rank has launched it; 0 if that is not known yet.
+    """
 
-        Parameters
-        ----------
-        steps
-            Local steps in the window, at least 1.
-        ring_free
-            Tells whether a launch would not block; called only if the answer depends on it, since it polls the network.
-        """
+    steps: tuple[int, ...]
+    samples: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    last_seconds: tuple[float, ...]
+    training: tuple[bool, ...]
+    round_seconds: float
 
 
 @dataclass(frozen=True)
-class Every(Trigger):
-    """Close the window after a fixed number of local steps.
+class Plan:
+    """What all ranks have agreed for the windows to come.
 
-    Examples
-    --------
-    >>> [Every(2).closes(steps, lambda: True) for steps in (1, 2)]
-    [False, True]
+    Attributes
+    ----------
+    steps
+        Local steps of each rank's window, for :class:`Planned`; empty is one each.
+    seconds
+        Length of a window, for :class:`Deadline`; None sets no deadline.
+    in_flight
+        Rounds that may be in flight while a rank computes; None is the rule's staleness. It may only grow.
+    memory
+        Whatever the rule wants to remember until the next round.
     """
 
-    steps: int
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise RuleError(f"a window has at least one local step, not {self.steps}.")
-
-    def closes(self, steps: int, ring_free: Callable[[], bool]) -> bool:
-        """Whether `steps` has been reached."""
-        return steps >= self.steps
-
-
-@dataclass(frozen=True)
-class WhenFree(Trigger):
-    """Close the window as soon as the ring is free, with at least `k_min` and at most `k_max` local steps.
-
-    Examples
-    --------
-    >>> trigger = WhenFree(k_min=2, k_max=4)
-    >>> [trigger.closes(steps, lambda: True) for steps in (1, 2)]
-    [False, True]
-    >>> [trigger.closes(steps, lambda: False) for steps in (3, 4)]
-    [False, True]
-    """
-
-    k_min: int
-    k_max: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k_min <= self.k_max:
-            raise RuleError(f"1 <= k_min <= k_max must hold, not k_min={self.k_min} and k_max={self.k_max}.")
-
-    def closes(self, steps: int, ring_free: Callable[[], bool]) -> bool:
-        """Whether the bounds and the ring let the window close."""
-        return steps >= self.k_max or (steps >= self.k_min and ring_free())
+    steps: tuple[int, ...] = ()
+    seconds: float | None = None
+    in_flight: int | None = None
+    memory: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +95,40 @@ class Rule(ABC):
     def staleness(self) -> int:
         """How many rounds may be in flight while a rank computes; 0 is blocking."""
         return 0
+
+    @property
+    def most_in_flight(self) -> int:
+        """The largest staleness, for rules that choose it while they run."""
+        return self.staleness
+
+    @property
+    def least_flight(self) -> float:
+        """Seconds after its launch before which no round is landed."""
+        return 0.0
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a deadline cuts injected delays short; the local step that was in them then counts no samples."""
+        return False
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan until the first round has landed."""
+        return Plan()
+
+    def plan(self, seen: Seen, plan: Plan) -> Plan:
+        """Plan the windows to come, in every round that lands.
+
+        A pure function, so that every rank comes to the same plan.
+
+        Parameters
+        ----------
+        seen
+            What the ranks said in the round.
+        plan
+            The plan so far.
+        """
+        return plan
 
     @property
     def compensation(self) -> Compensation:

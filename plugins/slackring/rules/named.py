@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slackring.errors import RuleError
-from slackring.rules.base import Compensation, Every, Payload, Rule, Trigger, Weighting, WhenFree
+from slackring.rules.base import Compensation, Payload, Rule, Weighting
+from slackring.rules.triggers import Every, Trigger, WhenFree
 
 __all__ = ["BSP", "LOSP", "OSP", "CoCoD", "LocalSGD", "Relaxed"]
 

@@ -1,25 +1,21 @@
-"""Injects a straggler into local steps as sleep."""
+"""How long a straggler makes a local step."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from slackring.errors import SpecError
 from slackring.stragglers.models import Straggler
-
-if TYPE_CHECKING:
-    from slackring.ring.base import Clock
 
 __all__ = ["Pacer"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pacer:
-    """A :class:`slackring.ring.base.Pace` that sleeps until a local step has lasted as long as a straggler says.
+    """A :class:`slackring.ring.base.Pace` that lengthens local steps to what a straggler says.
 
-    A step that has computed for ``elapsed`` seconds sleeps ``max(0, target - elapsed)`` more, with ``target`` what
+    A step that has computed for ``elapsed`` seconds is lengthened by ``max(0, target - elapsed)``, with ``target`` what
     `straggler` makes of the step time. Sleep can only lengthen a step: a step whose computing exceeds the target stays
     as long as it is. On a virtual clock computing takes no time, so the whole step is sleep.
 
@@ -43,25 +39,20 @@ class Pacer:
         if self.step_time is not None and not (math.isfinite(self.step_time) and self.step_time > 0):
             raise SpecError(f"the step time is {self.step_time} s, but must be a finite number above 0.")
 
-    def __call__(self, clock: Clock, rank: int, step: int, started: float | None) -> float:
-        """Sleep for the rest of a local step.
+    def __call__(self, rank: int, step: int, elapsed: float) -> float:
+        """Say what is missing to the step's length.
 
         Parameters
         ----------
-        clock
-            The rank's clock.
         rank, step
             Which local step of which rank, both from 0.
-        started
-            When the step's computing began, in the clock's seconds. None if that is not known: it then counts as now.
+        elapsed
+            Seconds that the step has computed.
 
         Returns
         -------
         float
-            The seconds that were injected.
+            Seconds to sleep, 0 or more.
         """
-        elapsed = 0.0 if started is None else clock.now() - started
         base = elapsed if self.step_time is None else self.step_time
-        injected = max(0.0, self.straggler.step_seconds(rank, step, base) - elapsed)
-        clock.sleep(injected)
-        return injected
+        return max(0.0, self.straggler.step_seconds(rank, step, base) - elapsed)

@@ -20,7 +20,7 @@ from slackring.optim.optimizer import DistributedOptimizer
 from slackring.optim.progress import Budget
 from slackring.ring.ambient import ring as ambient_ring
 from slackring.ring.network import Network
-from slackring.rules import BSP, LocalSGD, Rule
+from slackring.rules import BSP, LocalSGD, Moment, Rule
 from slackring.testing.scenario import (
     UNIT,
     Act,
@@ -81,7 +81,7 @@ def _compare_alone(rule: Rule, seed: int, name: str, dtype: torch.dtype) -> None
     plain, diary = make_optimizer(name, twin), Diary()
     optimizer = DistributedOptimizer(make_optimizer(name, model), rule, recorder=diary)
     counts = [1 + (seed + 2 * i) % 4 for i in range(13)]
-    keeps_all = rule.staleness == 0 or rule.compensation == 1
+    keeps_all = rule.most_in_flight == 0 or rule.compensation == 1
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     parameters = list(model.parameters())
     gradients: list[list[torch.Tensor]] = []
@@ -126,7 +126,7 @@ def _delayed_recursion(
             parameter.grad = gradient
         plain.step()
 
-    for window in windows:
+    for number, window in enumerate(windows):
         total = sum(counts[i] for i in window)
         means = []
         for i in window:
@@ -143,7 +143,12 @@ def _delayed_recursion(
         else:
             columns = zip(*means, strict=True)
             waiting.append([sum(counts[i] * g for i, g in zip(window, c, strict=True)) / total for c in columns])
-        if len(waiting) > rule.staleness:
+        end = diary.steps[window[-1]].end
+        landed = sum(record.landed <= end + _CLOCK for record in diary.rounds)
+        if window is not windows[-1] and isinstance(rule.staleness, int):  # the last one is landed by drain()
+            expected = max(number + 1 - rule.staleness, 0)
+            _require(landed == expected, f"{landed} averages had been used after window {number}, not {expected}.")
+        for _ in range(landed - (number + 1 - len(waiting))):
             apply()
     while waiting:
         apply()
@@ -294,7 +299,7 @@ def collectives_match_and_nobody_hangs(rule: Rule, seed: int = 0) -> None:
         "include one with an infinite gradient": Plan((*even.acts[:-1], overflowing), seed=seed),
         "include one whose gradient scaler overflows": Plan((*even.acts[:-1], overflowing), scaled=True, seed=seed),
         "stop because the last one asks for it": Plan((*even.acts[:-1], stopping), seed=seed),
-        "stop after a number of rounds": Plan(even.acts, budget=Budget(rounds=rule.staleness + 2), seed=seed),
+        "stop after a number of rounds": Plan(even.acts, budget=Budget(rounds=rule.most_in_flight + 2), seed=seed),
     }
     for case, plan in plans.items():
         try:
@@ -346,7 +351,7 @@ def samples_count_alike(rule: Rule, seed: int = 0) -> None:
     torch.autograd.backward(loss_of(model, pool))
     parameters = list(model.parameters())
     exact = written([parameter.grad for parameter in parameters], parameters)
-    room = next(n for n in itertools.count(1) if rule.trigger.closes(n, lambda: True))
+    room = next(n for n in itertools.count(1) if rule.trigger.closes(Moment(n)))
     for case, split in _splits(len(pool), ring.size, room).items():
         applied = _apply_split(rule, pool, split[ring.rank])
         payload = repr(applied).encode()

@@ -21,7 +21,7 @@ from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
 from slackring.optim.progress import Budget
 from slackring.optim.records import RoundRecord, StepRecord
 from slackring.ring.ambient import ring as ambient_ring
-from slackring.ring.base import Clock, Flight, Ring
+from slackring.ring.base import Flight, Ring
 from slackring.rules import Rule
 
 __all__ = ["UNIT", "Act", "Diary", "Plan", "WatchedRing", "draw_plan", "make_model", "micro_batch", "play"]
@@ -203,8 +203,8 @@ class _WatchedFlight(Flight):
     def wait(self) -> None:
         self._inner.wait()
 
-    def once(self, compute: Callable[[], T]) -> T:
-        return self._inner.once(compute)
+    def once(self, what: str, compute: Callable[[], T]) -> T:
+        return self._inner.once(what, compute)
 
 
 class WatchedRing(Ring):
@@ -225,11 +225,8 @@ class WatchedRing(Ring):
         self.pace = self._take_time
         self.sent: list[str] = []
 
-    def _take_time(self, clock: Clock, rank: int, step: int, started: float | None) -> float:
-        elapsed = 0.0 if started is None else clock.now() - started
-        rest = max(self._seconds[step] - elapsed, 0.0) if step < len(self._seconds) else 0.0
-        clock.sleep(rest)
-        return rest
+    def _take_time(self, rank: int, step: int, elapsed: float) -> float:
+        return max(self._seconds[step] - elapsed, 0.0) if step < len(self._seconds) else 0.0
 
     def claim(self, owner: object = None) -> int:
         """Claim a number on the inner ring, whose names are shared by all."""
