@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slackring.optim.progress import Budget, Progress
     from slackring.ring.collectives import allreduce, barrier, broadcast
     from slackring.ring.network import Network
-    from slackring.rules import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed, Rule, parse_rule
+    from slackring.rules import BSP, LOSP, OSP, AnytimeMinibatch, CoCoD, LocalSGD, Relaxed, Rule, parse_rule
     from slackring.server.server import ParameterServer
 
 
@@ -29,6 +29,7 @@ __all__ = [
     "BSP",
     "LOSP",
     "OSP",
+    "AnytimeMinibatch",
     "Budget",
     "CoCoD",
     "DistributedOptimizer",
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "rules": ("BSP", "LOSP", "OSP", "CoCoD", "LocalSGD", "Relaxed", "Rule", "parse_rule"),
+    "rules": ("BSP", "LOSP", "OSP", "AnytimeMinibatch", "CoCoD", "LocalSGD", "Relaxed", "Rule", "parse_rule"),
     "optim.optimizer": ("DistributedOptimizer", "RelaxedOptimizer"),
     "optim.progress": ("Budget", "Progress"),
     "ring.collectives": ("allreduce", "barrier", "broadcast"),

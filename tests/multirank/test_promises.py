@@ -15,6 +15,8 @@ RULES = (
     "losp:k_max=8,compensation=0.75",
     "losp:k_max=8,compensation=auto",
     "cocod:steps=2,weighting=samples",
+    "anytime:compute_time=0.005",
+    "anytime:compute_time=0.003,staleness=auto,communication_time=0.005",
     "relaxed:payload=gradient,staleness=2,k_max=4",
     "relaxed:steps=2,staleness=3,compensation=0.5,weighting=ranks",
 )
