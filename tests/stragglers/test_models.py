@@ -68,8 +68,9 @@ def test_a_step_does_not_depend_on_the_steps_asked_for_before(
 
 
 def test_registry_names_every_model() -> None:
-    assert list(MODELS) == ["none", "constant", "persistent", "shifted_exponential", "trace"]
-    with pytest.raises(StragglerError, match=r"did you mean 'persistent'\? Known: constant, none, persistent, "):
+    general = ["none", "constant", "persistent", "shifted_exponential", "trace"]
+    assert list(MODELS) == [*general, "mixture", "niagara", "cedar", "pauses", "scinet", "bernoulli"]
+    with pytest.raises(StragglerError, match=r"did you mean 'persistent'\? Known: bernoulli, cedar, constant, "):
         parse("persistant:ranks=3,factor=4")
 
 

@@ -14,25 +14,32 @@ Examples
 
 from __future__ import annotations
 
+from slackring.stragglers.base import Straggler
 from slackring.stragglers.models import (
     MODELS,
     Constant,
     NoStraggler,
     Persistent,
     ShiftedExponential,
-    Straggler,
     Trace,
     no_wait_limit,
     parse,
 )
 from slackring.stragglers.pace import Pacer
+from slackring.stragglers.published import Bernoulli, Cedar, Mixture, Niagara, Pauses, SciNet
 
 __all__ = [
     "MODELS",
+    "Bernoulli",
+    "Cedar",
     "Constant",
+    "Mixture",
+    "Niagara",
     "NoStraggler",
     "Pacer",
+    "Pauses",
     "Persistent",
+    "SciNet",
     "ShiftedExponential",
     "Straggler",
     "Trace",

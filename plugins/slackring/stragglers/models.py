@@ -1,20 +1,18 @@
-"""Models of stragglers: how long a local step takes, as a pure function of seed, rank, step and step time."""
+"""The common models of stragglers, and how any model is written as text."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import statistics
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal, NoReturn, Self
-
-import numpy as np
+from typing import ClassVar, Literal
 
 from slackring import spec
 from slackring.errors import StragglerError
+from slackring.stragglers.base import Drawn, Straggler, joined
+from slackring.stragglers.published import Bernoulli, Cedar, Mixture, Niagara, Pauses, SciNet
 from slackring.stragglers.traces import read_trace
 
 __all__ = [
@@ -28,89 +26,6 @@ __all__ = [
     "no_wait_limit",
     "parse",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Straggler(ABC):
-    """How long each local step of each rank takes.
-
-    A model is immutable, and ``str()`` of it is the text that :func:`parse` reads back.
-
-    Attributes
-    ----------
-    name : str
-        What ``--straggler`` calls the model.
-    """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def step_seconds(self, rank: int, step: int, step_time: float) -> float:
-        """Tell the full duration of a local step; equal arguments give equal answers, in any order of calls.
-
-        Parameters
-        ----------
-        rank, step
-            Which local step of which rank, both from 0.
-        step_time
-            What an undisturbed step takes, in seconds.
-
-        Returns
-        -------
-        float
-            Seconds, computing included.
-        """
-
-    def seeded(self, seed: int) -> Self:
-        """Fix the draws of a model that has no seed yet; any other model is returned as it is.
-
-        Parameters
-        ----------
-        seed
-            At least 0.
-        """
-        return self
-
-    def check(self, size: int) -> None:
-        """Refuse a model that names ranks which do not exist.
-
-        Parameters
-        ----------
-        size
-            Number of ranks.
-
-        Raises
-        ------
-        StragglerError
-            If a named rank is not below `size`.
-        """
-        for rank in self._named_ranks():
-            if rank >= size:
-                raise StragglerError(
-                    f"straggler '{self}' names rank {rank}, but the last rank is {size - 1}; name ranks from 0 to that."
-                )
-
-    def __str__(self) -> str:
-        return spec.render(self.name, self)
-
-    def _named_ranks(self) -> tuple[int, ...]:
-        return ()
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise StragglerError(f"straggler {self.name!r}: {problem}.")
-
-    def _require(self, option: str, value: float, *, zero: bool) -> None:
-        """Refuse a value that is not finite, is negative, or is zero where that makes no sense."""
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            self._refuse(f"{option}={value} must be a finite number {'of at least' if zero else 'above'} 0")
-
-    def _valid_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        ranks = tuple(ranks)
-        if any(rank < 0 for rank in ranks):
-            self._refuse(f"ranks={_joined(ranks)} has a negative rank; ranks count from 0")
-        if len(set(ranks)) < len(ranks):
-            self._refuse(f"ranks={_joined(ranks)} names a rank twice")
-        return ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +115,7 @@ class Persistent(Straggler):
             self._require("factor", factor, zero=False)
         if len(factors) not in (1, len(ranks)):
             self._refuse(
-                f"ranks={_joined(ranks)} and factor={_joined(factors)} differ in length; "
+                f"ranks={joined(ranks)} and factor={joined(factors)} differ in length; "
                 "give one factor for all ranks, or one for each"
             )
         object.__setattr__(self, "ranks", ranks)
@@ -218,11 +133,11 @@ class Persistent(Straggler):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftedExponential(Straggler):
+class ShiftedExponential(Drawn):
     """``shifted_exponential``: any step may be slow; it takes ``shift + min(Exp(mean), cap)``.
 
     The draw of a local step depends on seed, rank and step alone. Without a cap the mean step is ``shift + mean`` and
-    the median step ``shift + mean * ln 2``, both in `unit`.
+    the median step ``shift + mean * ln 2``, both in `unit`. "Anytime Minibatch" has ``mean=1.5,shift=1,unit=seconds``.
 
     Parameters
     ----------
@@ -266,10 +181,8 @@ class ShiftedExponential(Straggler):
             self._require("shift", self.shift, zero=True)
         if self.cap is not None:
             self._require("cap", self.cap, zero=False)
-        if self.unit not in ("steps", "seconds"):
-            self._refuse(f"unit={self.unit!r} must be 'steps' or 'seconds'")
-        if self.seed is not None and self.seed < 0:
-            self._refuse(f"seed={self.seed} must be at least 0")
+        self._require_unit(self.unit)
+        self._require_seed()
         object.__setattr__(self, "ranks", self._valid_ranks(self.ranks))
 
     def step_seconds(self, rank: int, step: int, step_time: float) -> float:
@@ -278,14 +191,8 @@ class ShiftedExponential(Straggler):
             return step_time
         scale = step_time if self.unit == "steps" else 1.0
         shift = step_time if self.shift is None else self.shift * scale
-        # A generator of its own for each step: no draw depends on which steps were asked for before.
-        source = np.random.SeedSequence(self.seed or 0, spawn_key=(rank, step))
-        draw = self.mean * float(np.random.Generator(np.random.Philox(source)).standard_exponential())
+        draw = self.mean * float(self._generator(rank, step).standard_exponential())
         return shift + scale * (draw if self.cap is None else min(draw, self.cap))
-
-    def seeded(self, seed: int) -> Self:
-        """Fix the draws, unless the model has a seed already."""
-        return self if self.seed is not None else dataclasses.replace(self, seed=seed)
 
     def _named_ranks(self) -> tuple[int, ...]:
         return self.ranks
@@ -336,7 +243,13 @@ class Trace(Straggler):
 
 
 MODELS: Mapping[str, type[Straggler]] = MappingProxyType(
-    {model.name: model for model in (NoStraggler, Constant, Persistent, ShiftedExponential, Trace)}
+    {
+        model.name: model
+        for model in (
+            *(NoStraggler, Constant, Persistent, ShiftedExponential, Trace),
+            *(Mixture, Niagara, Cedar, Pauses, SciNet, Bernoulli),
+        )
+    }
 )
 """Every model by its name in ``--straggler``."""
 
@@ -408,7 +321,3 @@ def no_wait_limit(straggler: Straggler, step_time: float, size: int, steps: int)
         for rank in range(size)
     )
     return sum(1 / median for median in medians)
-
-
-def _joined(values: Iterable[float]) -> str:
-    return "+".join(map(str, values))
