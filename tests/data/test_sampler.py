@@ -148,10 +148,10 @@ def test_with_fixed_windows_all_ranks_get_as_much_and_a_run_is_the_same_every_ti
     assert [report.trained for report in slow] == [report.trained for report in even]
 
 
-def test_horovod_elastic_sampler_case_2b_25() -> None:
-    """12 samples, rank 0 did 4 and rank 1 did 2; after the reset every other sample is trained on, and none again.
+def test_horovod_elastic_sampler_loses_no_sample_after_uneven_batches() -> None:
+    """https://github.com/horovod/horovod/blob/master/horovod/torch/elastic/sampler.py: 4 and 2 of 12 done, the other 6 follow.
 
-    Horovod's ElasticSampler counts what one rank did for all ranks, and loses two.
+    Horovod counts what one rank did for all ranks, and never trains on samples 5 and 7.
     """
     first = train("losp", 12, [4, 2], stop_after=[1, 1])
     assert [len(report.trained[0]) for report in first] == [4, 2]
@@ -162,7 +162,7 @@ def test_horovod_elastic_sampler_case_2b_25() -> None:
 
 
 def test_horovod_832_ranks_with_uneven_work_complete() -> None:
-    """210 samples, batches of 10, 20 epochs: 21 batches do not divide by two ranks."""
+    """https://github.com/horovod/horovod/issues/832: 210 samples, 20 epochs: 21 batches do not divide by two ranks."""
     reports = train("bsp", 210, [10, 10], epochs=20)
     for epoch in range(20):
         assert union(reports, epoch) == list(range(210))
@@ -170,11 +170,13 @@ def test_horovod_832_ranks_with_uneven_work_complete() -> None:
 
 
 def test_horovod_1060_batch_sizes_differ_by_rank() -> None:
+    """https://github.com/horovod/horovod/issues/1060: of 480 samples, batches of 1, 3 and 8 get 40, 120 and 320."""
     reports = train("bsp", 480, [1, 3, 8])
     assert [len(report.trained[0]) for report in reports] == [40, 120, 320]
 
 
 def test_horovod_2958_join_returns_the_last_rank() -> None:
+    """https://github.com/horovod/horovod/issues/2958: the one that was dealt the odd batch."""
     reports = train("bsp", 210, [10, 10])
     last = max((0, 1), key=lambda rank: reports[rank].steps)
     assert [report.last_joiner for report in reports] == [last] * 2
@@ -182,7 +184,7 @@ def test_horovod_2958_join_returns_the_last_rank() -> None:
 
 @pytest.mark.parametrize("rule", ["bsp", "losp"])
 def test_horovod_3399_nothing_comes_again_after_a_graceful_leave(rule: str) -> None:
-    """Three ranks stop at any time, two go on, then four."""
+    """https://github.com/horovod/horovod/issues/3399: three ranks stop at any time, two go on, then four: 0..99 once."""
     first = train(rule, 100, [2] * 3, budget=sr.Budget(samples=37), straggler=STRAGGLER)
     state = first[0].states[-1]
     assert all(report.states[-1] == state for report in first)
@@ -192,9 +194,31 @@ def test_horovod_3399_nothing_comes_again_after_a_graceful_leave(rule: str) -> N
     assert 37 <= len(union(first)) < 60
 
 
+@pytest.mark.parametrize("rule", ["bsp", "losp"])
+def test_horovod_2844_the_epoch_is_right_after_each_change_of_size(rule: str) -> None:
+    """https://github.com/horovod/horovod/issues/2844: 4 and 5 ranks share epoch 0, 7 and 8 epoch 1, and 2 is next."""
+    state: dict[str, Any] = {}
+    epochs, trained = [], []
+    for size, samples in ((4, 40), (5, None), (7, 60), (8, None)):
+        reports = train(
+            rule,
+            100,
+            [2] * size,
+            epochs=state.get("epoch", 0) + 1,
+            budget=sr.Budget(samples=samples) if samples else None,
+            load=(lambda rank, state=state: state) if state else None,
+        )
+        state = reports[0].states[-1]
+        assert all(report.states[-1] == state for report in reports)
+        epochs.append(state["epoch"])
+        trained.append(union(reports))
+    assert epochs == [0, 1, 1, 2]
+    assert sorted(trained[0] + trained[1]) == sorted(trained[2] + trained[3]) == list(range(100))
+
+
 @pytest.mark.parametrize("rule", ["bsp", "losp", "local_sgd:steps=4"])
 def test_horovod_3143_what_a_lost_rank_had_not_landed_is_left(rule: str) -> None:
-    """Rank 0's state in mid-epoch, without a goodbye: the anchor's samples are done, and all others are left."""
+    """https://github.com/horovod/horovod/issues/3143: rank 0's state in mid-epoch: the anchor's samples are done, others left."""
     reports = train(rule, 120, [2] * 3, save_every_step=True, straggler=STRAGGLER)
     for taken in (4, 9):
         state = reports[0].states[taken]

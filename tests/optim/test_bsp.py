@@ -197,8 +197,8 @@ def test_a_backward_pass_without_its_step_is_no_work() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_the_average_is_clipped_once() -> None:
-    """`max_grad_norm` clips the average on all ranks, without a second reduction."""
+def test_horovod_1099_the_average_is_clipped_without_a_second_reduction() -> None:
+    """https://github.com/horovod/horovod/issues/1099: `max_grad_norm` clips on all ranks, and each parameter is sent once."""
 
     def rank() -> tuple[torch.Tensor, list[str]]:
         ring = WatchedRing(sr.ring())
@@ -277,8 +277,11 @@ def test_averaged_buffers_are_right_when_a_round_is_reduced_again() -> None:
     assert sr.VirtualCluster(2).run(rank) == [[5.0, 6.0, 7.0]] * 2
 
 
-def test_parameters_without_a_gradient_on_any_rank_stay() -> None:
-    """And one that has it on some ranks only counts zeros for the others; no weight decay on what nobody used."""
+def test_horovod_parameters_that_no_rank_used_do_not_decay() -> None:
+    """https://github.com/horovod/horovod/blob/master/horovod/torch/optimizer.py: 1.0 stays 1.0 under weight decay.
+
+    A parameter that has a gradient on some ranks only counts zeros for the others.
+    """
 
     def rank() -> list[float]:
         ring = sr.ring()

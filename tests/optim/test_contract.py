@@ -1,4 +1,4 @@
-"""Exact values that other packages are known to miss, and what is refused; matrix.py has what works under which rule."""
+"""Exact values, and what is refused; matrix.py has what works under which rule, test_peers.py what other packages miss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.optim.harness import Vector, sgd, train
 import slackring as sr
 from slackring.errors import SlackringError, StoppedError, UnsupportedError
 from slackring.optim.records import RoundRecord, StepRecord
-from slackring.testing.scenario import WatchedRing
 
 DELTA_RULES = ["local_sgd:steps=2", "osp", "losp", "cocod:steps=2"]
 RULES = ["bsp", "bsp:accumulate=2", "relaxed:payload=gradient,staleness=1", *DELTA_RULES]
@@ -29,49 +28,6 @@ def models(trace: Any) -> list[float]:
 
 
 # -- exact values ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_average_comes_after_the_first_full_window() -> None:
-    """Not after the first step: H counts completed local steps."""
-    one, two = train("local_sgd:steps=4", slope(-1, -2), [8, 8], optimizer=sgd(1.0))
-    assert models(one) == [1, 2, 3, 6, 7, 8, 9, 12]
-    assert models(two) == [2, 4, 6, 6, 8, 10, 12, 12]
-
-
-def test_steps_taken_while_a_round_flies_are_kept() -> None:
-    """One worker, any delay: 1, 2, ..., 8, not 1, 2, 3, 2, 3, 4, 5, 4."""
-    for rule in ("cocod:steps=4", "losp:compensation=1,k_min=2", "relaxed:steps=1,staleness=3,compensation=1"):
-        (trace,) = train(rule, slope(-1), [8], optimizer=sgd(1.0), network=sr.Network(latency=0.25))
-        assert models(trace) == list(range(1, 9))
-
-
-def test_the_delta_rule_keeps_the_mean() -> None:
-    """Snapshots 2 and 6 (mean 4), local 4 and 12: the merge makes 6 and 10, and the mean stays 8."""
-    one, two = train("cocod:steps=2", slope(-1, -3), [4, 4], optimizer=sgd(1.0))
-    assert [one.own[1].item(), two.own[1].item()] == [2, 6]
-    assert [one.own[3].item(), two.own[3].item()] == [4, 12]
-    assert [one.model[3].item(), two.model[3].item()] == [6, 10]
-
-
-def test_a_joined_rank_is_not_in_the_divisor() -> None:
-    for rule in ("bsp", "local_sgd:steps=1"):
-        for trace in train(rule, slope(-1, -1), [2, 1], optimizer=sgd(1.0)):
-            assert trace.last.item() == 2.0
-
-
-def test_a_training_rank_without_work_is_in_the_divisor_of_deltas() -> None:
-    for trace in train("local_sgd:steps=1", slope(-1, -1), [2, 1], optimizer=sgd(1.0), end="drain"):
-        assert trace.last.item() == 1.5
-    # Gradients are averaged over samples, so a rank without any changes nothing.
-    for trace in train("bsp", slope(-1, -1), [2, 1], optimizer=sgd(1.0), end="drain"):
-        assert trace.last.item() == 2.0
-
-
-def test_gradients_are_weighted_by_samples() -> None:
-    """[(1, 2.0), (2, 1.0), (1, 2.0)] averages to 1.5."""
-    traces = train("bsp", slope(2, 1, 2), [1] * 3, optimizer=sgd(1.0), samples=lambda rank, step: [1, 2, 1][rank])
-    for trace in traces:
-        assert trace.last.item() == -1.5
 
 
 @pytest.mark.parametrize(
@@ -95,38 +51,6 @@ def test_weightings_of_deltas(weighting: str, expected: float) -> None:
         assert trace.last.item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_accumulation_on_all_ranks_is_one_step_on_the_union() -> None:
-    """k micro-batches on n ranks, unequal ones, too; a window that is cut short counts what it has."""
-
-    def gradient(rank: int, step: int, x: Vector) -> Vector:
-        return np.array([rank + 10.0 * step])
-
-    samples = lambda rank, step: 1.0 + rank + step  # noqa: E731
-    for trace in train("bsp:accumulate=4", gradient, [4, 3], optimizer=sgd(1.0), samples=samples, end="drain"):
-        pairs = [(1 + r + s, r + 10 * s) for r, n in ((0, 4), (1, 3)) for s in range(n)]
-        mean = sum(b * g for b, g in pairs) / sum(b for b, _ in pairs)
-        assert trace.last.item() == pytest.approx(-mean, abs=1e-12)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("lengths", [[3, 9, 1, 4], [0, 2, 5, 5], [7, 0, 0, 0], [2, 2, 2, 2]])
-def test_join_returns_the_rank_that_joined_last(rule: str, lengths: list[int]) -> None:
-    speeds = [0.1, 0.11, 0.5, 0.27]
-    traces = train(rule, slope(1, 1, 1, 1), lengths, speeds=speeds)
-    assert {trace.returned for trace in traces} == {traces[0].returned}
-    # It counts as training in the round that carries its last work; of several in the same round, the last to get there.
-    works = [max((r.round for r in trace.rounds if r.local_steps), default=-1) for trace in traces]
-    ends = [trace.steps[-1].end if trace.steps else 0.0 for trace in traces]
-    last = traces[0].returned
-    assert works[last] == max(works)
-    assert ends[last] == pytest.approx(max(end for end, work in zip(ends, works, strict=True) if work == max(works)))
-
-
-def test_join_returns_the_real_last_joiner_of_synchronous_ranks() -> None:
-    for lengths, last in (([3, 9, 1], 1), ([9, 3, 1], 0), ([1, 3, 9], 2), ([4, 4, 2], 1)):
-        assert [trace.returned for trace in train("bsp", slope(1, 1, 1), lengths)] == [last] * 3
-
-
 # -- the optimizer stays what it was ---------------------------------------------------------------------------------------
 
 
@@ -134,25 +58,6 @@ def one_step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, **kwargs
     optimizer.zero_grad()
     parameter.sum().backward()
     optimizer.step(**kwargs)
-
-
-def test_a_closure_of_a_synchronous_step_is_reduced_once() -> None:
-    def rank() -> int:
-        ring = WatchedRing(sr.ring())
-        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), "bsp", ring=ring)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = (2.0 - x).sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        return sum(text.endswith("[1] torch.float64") for text in ring.sent)
-
-    assert sr.VirtualCluster(2).run(rank) == [3, 3]
 
 
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {

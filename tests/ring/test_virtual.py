@@ -205,8 +205,8 @@ def test_what_follows_from_a_round_is_computed_once_for_all() -> None:
 
 
 @pytest.mark.parametrize("rule", ["bsp", "losp", "local_sgd:steps=3", "relaxed:payload=gradient,staleness=2"])
-def test_a_users_own_collective_drains_the_rounds_first(rule: str) -> None:
-    """At any point of an uneven run; without it, a rank waits in a metric while another waits in a round."""
+def test_lightning_9446_a_users_own_collective_drains_the_rounds_first(rule: str) -> None:
+    """https://github.com/Lightning-AI/pytorch-lightning/pull/9446: else a rank waits in a metric, and another in a round."""
 
     def rank() -> list[float]:
         ring = sr.ring()
