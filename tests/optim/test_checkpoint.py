@@ -17,6 +17,8 @@ RULES = [
     "bsp:accumulate=3",
     "local_sgd:steps=3",
     "cocod:steps=3",
+    "anytime:compute_time=0.35",
+    "anytime:compute_time=0.25,staleness=2",
     "relaxed:payload=gradient,steps=1,staleness=1",
     "relaxed:payload=gradient,steps=2,staleness=3",
     "relaxed:steps=2,staleness=1,compensation=auto",

@@ -196,7 +196,7 @@ def test_a_rule_of_ones_own_is_found_by_its_entry_point_and_keeps_the_promises(m
 
 def test_entry_points_of_other_groups_are_no_rules() -> None:
     assert importlib.metadata.entry_points(group="slackring.rules") == ()
-    assert set(rules()) == {"bsp", "local_sgd", "osp", "losp", "cocod", "relaxed"}
+    assert set(rules()) == {"anytime", "bsp", "local_sgd", "osp", "losp", "cocod", "relaxed"}
 
 
 @pytest.mark.parametrize("choice", ["payload", "weighting"])
