@@ -100,6 +100,17 @@ def test_a_killed_run_ends_with_the_bits_of_the_undisturbed_one(rule, tmp_path):
     assert resumed.curve["seconds"].is_monotonic_increasing
 
 
+@pytest.mark.parametrize("rounds", [30, 33])
+@pytest.mark.parametrize("rule", ["cocod:steps=3", "losp"])
+def test_a_run_killed_near_its_end_goes_on_to_whatever_end_is_given(rule, rounds, tmp_path):
+    kept = []
+    train_virtual(dataclasses.replace(CONFIG, rule=rule), 3, checkpoints=Checkpoints(0.01, kept.append))
+    config = dataclasses.replace(CONFIG, rule=rule, rounds=rounds)
+    resumed = train_virtual(config, 3, checkpoints=Checkpoints(), earlier=earlier(kept[-1], tmp_path))
+    assert kept[-1].summary.rounds < 30
+    assert resumed.summary.rounds == rounds
+
+
 def interrupted_virtually(config, size, monkeypatch, after=1.5):
     """Run until a signal comes in the midst of an evaluation."""
     interrupt, task = Interrupt(), load_task(config.task)

@@ -304,9 +304,11 @@ class _Session:
     def _meet(self) -> None:
         """Meet the other ranks if it is the round for it; take a checkpoint if it is time, and all can go on from here."""
         checkpoints, timetable, rounds = self.checkpoints, self.timetable, self.optimizer.progress.rounds
-        if checkpoints is None or timetable is None or rounds < timetable.meeting:
+        engine = self.optimizer._engine
+        # The end that is agreed is this run's, and the resumed one may have other limits.
+        if checkpoints is None or timetable is None or rounds < timetable.meeting or engine.ending:
             return
-        with self.optimizer._engine.paused():
+        with engine.paused():
             mine = json.dumps([self.place, self._seconds()]).encode()
             told = [json.loads(text) for text in self.ring.gather(mine, "slackring.lab.meeting")]
             places = {place for place, _ in told}

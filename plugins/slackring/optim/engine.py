@@ -349,6 +349,11 @@ class Engine:
         return self._local_step
 
     @property
+    def ending(self) -> bool:
+        """Whether the ranks have agreed on the last round; alike on all that have landed as many."""
+        return self._ending.last is not None
+
+    @property
     def resuming(self) -> bool:
         """Whether a checkpoint waits for the start."""
         return self._saved is not None
