@@ -87,6 +87,19 @@ def test_train_writes_a_run_and_says_what_came_out(monkeypatch, capsys, tmp_path
     assert (code, shown) == (0, out)
 
 
+def test_train_serves_virtual_workers_of_a_parameter_server(monkeypatch, capsys, tmp_path):
+    arguments = ["train", "--rule", "server/ssp:staleness=1", *VIRTUAL, "--out", tmp_path, "--json"]
+    code, out, _ = invoke(monkeypatch, capsys, *arguments)
+    values = json.loads(out)
+    assert code == 0
+    assert (values["rule"], values["ranks"], values["ring"]) == ("server/ssp:staleness=1", 4, "virtual server")
+    code, shown, _ = invoke(monkeypatch, capsys, "show", values["run"])
+    assert (code, "staleness" in shown) == (0, True)
+    code, out, err = invoke(monkeypatch, capsys, "train", "--resume", values["run"], "--virtual", "--seconds", "9")
+    assert (code, out) == (2, "")
+    assert "has no checkpoint to go on from" in err
+
+
 def test_json_is_all_that_goes_to_stdout(monkeypatch, capsys, tmp_path):
     code, out, _ = invoke(monkeypatch, capsys, "train", "--rule", "bsp", *VIRTUAL, "--out", tmp_path, "--json")
     values = json.loads(out)
@@ -143,6 +156,9 @@ BAD = {
     "grid": (["compare", "--lr-grid", "0.1,x"], "'0.1,x' is not numbers joined by commas"),
     "seeds": (["compare", "--seeds", "one"], "'one' is not whole numbers joined by commas"),
     "rules": (["compare", "--rules", "bsp,losq"], "did you mean 'losp'"),
+    "server": (["train", "--rule", "server/asp"], "rule 'server/asp' needs a parameter server"),
+    "servers": (["compare", "--rules", "bsp,server/ssp"], "in virtual time only; add --virtual"),
+    "policy": (["train", "--virtual", "--rule", "server/aps"], "did you mean 'server/asp'"),
     "no rule": (["train"], "Missing option '--rule'"),
     "too few ranks": (["train", *BSP, "--workers", "4"], "horovodrun --gloo -np 4 slackring train"),
     "command": (["trian"], "train"),

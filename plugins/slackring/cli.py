@@ -102,7 +102,9 @@ def doctor(as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
+@click.option(
+    "--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5; --virtual: also server/asp."
+)
 @click.option(
     "--lr",
     type=float,
@@ -184,7 +186,7 @@ def train(
             )
         if ring.rank == 0:
             check_writable(out)
-        folder = RunFolder(out, new_name(config.parsed_rule().name, f"seed{config.seed}"))
+        folder = RunFolder(out, new_name(config.parsed_rule().name.replace("/", "-"), f"seed{config.seed}"))
         return config, folder, Checkpoints(checkpoint_every, folder.keep)
 
     with Interrupt() as interrupt:
@@ -247,22 +249,26 @@ def compare(
 ) -> None:
     """Compare rules fairly: each at its own learning rate, tuned on virtual ranks, then run on real ones with other seeds.
 
+    On virtual ranks, server/bsp, server/asp, server/ssp, server/dssp and server/elastic_bsp run on a parameter server, as in
+    their papers.
+
     \b
     Examples:
       slackring compare --rules bsp,local_sgd,osp,losp --workers 4 --straggler persistent:ranks=3,factor=4 --step-time 0.1
       slackring compare --rules bsp,losp:compensation=auto --seeds 0,1,2 --virtual --json
+      slackring compare --rules bsp,losp,server/asp,server/dssp:lower=3,upper=15 --virtual
     """
     from rich.console import Console
 
+    from slackring.lab.choices import parse_choices
     from slackring.lab.compare import CompareConfig
     from slackring.lab.compare import compare as compare_rules
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.report import print_comparison
     from slackring.ring.ambient import launcher
-    from slackring.rules.text import parse_rules
 
-    texts = tuple(map(str, parse_rules(rules)))
+    texts = tuple(map(str, parse_choices(rules)))
     # Tuning needs a step time, and the runs that count are to be like it.
     base = TrainConfig(**_filled(values, virtual=True))
     config = CompareConfig(base, texts, _WORKERS if workers is None else workers, lr_grid, seeds, virtual=virtual)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from slackring.errors import DataError, DivergedError, SpecError
+from slackring.lab.choices import parse_choice, refuse_off_virtual
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import require_horovod, run_name, run_on_horovod
 from slackring.lab.runs import Run, load_run, new_folder, new_name, save_run, write_json
 from slackring.lab.summary import accuracy_at
 from slackring.lab.train import train_virtual
-from slackring.rules import parse_rule
 
 __all__ = ["CompareConfig", "Comparison", "Row", "Tuned", "compare", "load_comparison", "tune"]
 
@@ -36,7 +36,7 @@ class CompareConfig:
     base
         What all runs have in common; its rule, seed and learning rate are replaced.
     rules
-        Texts of the rules.
+        Texts of the rules; with `virtual` also policies of the parameter server.
     workers
         Number of ranks.
     lr_grid
@@ -63,7 +63,11 @@ class CompareConfig:
     virtual: bool = False
 
     def __post_init__(self) -> None:
-        texts = tuple(str(parse_rule(rule)) for rule in self.rules)
+        choices = [parse_choice(rule) for rule in self.rules]
+        if not self.virtual:
+            for choice in choices:
+                refuse_off_virtual(choice)
+        texts = tuple(map(str, choices))
         object.__setattr__(self, "rules", texts)
         if not texts or len(set(texts)) < len(texts):
             raise SpecError(f"--rules needs at least one rule, each once, not {_listed(texts)}.")

@@ -8,8 +8,10 @@ import math
 from typing import Any, Self
 
 from slackring.errors import SpecError
+from slackring.lab.choices import parse_choice
 from slackring.ring.network import Network, parse_network
-from slackring.rules import Rule, parse_rule
+from slackring.rules import Rule
+from slackring.server import Policy
 from slackring.stragglers import Straggler
 from slackring.stragglers import parse as parse_straggler
 
@@ -26,14 +28,14 @@ class TrainConfig:
     Parameters
     ----------
     task, rule, straggler, network
-        Texts, as on the command line.
+        Texts, as on the command line; a rule that begins with ``server/`` is a policy of the parameter server.
     step_time
         Seconds that an undisturbed local step is filled up to with sleep; None leaves it as long as it is.
     batch_size
         Samples in a micro-batch of one rank.
     lr
-        Learning rate of SGD, as the optimizer takes it. None takes :data:`SINGLE_RANK_LR` for rules that send deltas, and
-        that times the number of ranks for rules that send gradients, whose average moves the model once for all ranks.
+        Learning rate of SGD, as the optimizer takes it. None takes :data:`SINGLE_RANK_LR` and, for rules that average gradients,
+        that times the number of ranks, since the average moves the model once for all of them.
     lr_source
         How `lr` was chosen, for the record.
     momentum
@@ -79,7 +81,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        parse_rule(self.rule)
+        parse_choice(self.rule)
         parse_straggler(self.straggler)
         parse_network(self.network)
         for name in ("step_time", "lr", "seconds", "samples", "rounds", "eval_every", "batch_size"):
@@ -95,9 +97,9 @@ class TrainConfig:
         if self.seconds is None and self.samples is None and self.rounds is None:
             raise SpecError("a run needs an end: give --seconds, --samples or --rounds.")
 
-    def parsed_rule(self) -> Rule:
-        """The rule as a value."""
-        return parse_rule(self.rule)
+    def parsed_rule(self) -> Rule | Policy:
+        """The rule of the ring, or the policy of the server, as a value."""
+        return parse_choice(self.rule)
 
     def parsed_straggler(self) -> Straggler:
         """The straggler as a value, seeded by this run's seed unless its text has a seed."""
@@ -111,12 +113,13 @@ class TrainConfig:
         """Fill in the learning rate of a run on `size` ranks, where none is given."""
         if self.lr is not None:
             return self
-        gradient = self.parsed_rule().payload == "gradient"
+        rule = self.parsed_rule()
+        averages = rule.averages if isinstance(rule, Policy) else rule.payload == "gradient"
         return dataclasses.replace(
             self,
-            lr=SINGLE_RANK_LR * (size if gradient else 1),
-            lr_source=f"default: {SINGLE_RANK_LR} "
-            + ("times the ranks (gradient rule)" if gradient else "(delta rule)"),
+            lr=SINGLE_RANK_LR * (size if averages else 1),
+            lr_source=f"default: {SINGLE_RANK_LR}"
+            + (" times the ranks, whose gradients are averaged" if averages else ""),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def accuracy_plot(runs: Mapping[str, Sequence[Run]]) -> Figure:
         until = min(float(run.curve["seconds"].max()) for run in group)
         grid = np.linspace(0.0, until, 400)
         curves = np.array([_steps(run.curve, grid) for run in group])
-        style = "--" if rule == "bsp" else "-"
+        style = "--" if rule == "bsp" else "-." if rule.startswith("server/") else "-"
         axes.step(grid, np.median(curves, axis=0), style, where="post", color=colour[rule], label=rule, linewidth=2)
         if len(group) > 1:
             axes.fill_between(

@@ -13,6 +13,7 @@ from rich.table import Table
 from slackring.lab.compare import Comparison, Row
 from slackring.lab.config import TrainConfig
 from slackring.lab.runs import Run
+from slackring.server import Policy
 
 __all__ = ["describe_injected", "print_comparison", "print_run", "table", "verdict"]
 
@@ -128,6 +129,23 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print(f"Everything is in {comparison.folder}", highlight=False, soft_wrap=True)
 
 
+def _staleness(run: Run) -> list[tuple[str, str]]:
+    """On a parameter server, how stale its updates were."""
+    if "updates" not in run.facts:
+        return []
+    staleness = run.steps["staleness"]
+    return [
+        ("updates", str(run.facts["updates"])),
+        ("staleness", f"{staleness.median():.0f} updates in the median, at most {staleness.max()}"),
+    ]
+
+
+def _blocks(config: TrainConfig) -> bool:
+    """Whether ranks meet at barriers with nothing in flight."""
+    rule = config.parsed_rule()
+    return rule.averages if isinstance(rule, Policy) else rule.most_in_flight == 0
+
+
 def print_run(run: Run, folder: str, console: Console) -> None:
     """Print one run in a few lines."""
     summary, config = run.summary, run.config
@@ -145,6 +163,7 @@ def print_run(run: Run, folder: str, console: Console) -> None:
         ),
         ("wait by rank", " ".join(f"{share:.0%}" for share in summary.wait_share)),
         ("rounds", f"{summary.rounds}, {summary.nbytes / 1e6:.1f} MB"),
+        *_staleness(run),
         (
             "longest window",
             f"{summary.longest_window_steps} local steps, {summary.longest_window:.1f} of the slowest rank's steps",
@@ -153,8 +172,7 @@ def print_run(run: Run, folder: str, console: Console) -> None:
     ):
         lines.add_row(key, value)
     console.print(lines, highlight=False)
-    blocking = config.parsed_rule().most_in_flight == 0
-    if blocking and summary.limit_share > _NOTHING_TO_GAIN and len(summary.wait_share) > 1:
+    if _blocks(config) and summary.limit_share > _NOTHING_TO_GAIN and len(summary.wait_share) > 1:
         console.print(
             f"Ranks hardly waited: no rule could have made this more than {1 / summary.limit_share:.2f} times faster.",
             highlight=False,

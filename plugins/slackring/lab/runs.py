@@ -25,7 +25,6 @@ from slackring.errors import DataError
 from slackring.lab.config import TrainConfig
 from slackring.lab.summary import Summary
 from slackring.lab.timeline import chrome_trace
-from slackring.ring.base import Ring
 
 __all__ = ["SCHEMA", "Run", "check_writable", "facts", "load_run", "new_folder", "new_name", "save_run"]
 
@@ -63,15 +62,17 @@ class Run:
     checkpoint: tuple[bytes, ...] = ()
 
 
-def facts(config: TrainConfig, ring: Ring) -> dict[str, Any]:
+def facts(config: TrainConfig, ranks: int, ring: str) -> dict[str, Any]:
     """Say what a run ran on and what was injected into it.
 
     Parameters
     ----------
     config
         The run.
+    ranks
+        How many.
     ring
-        Its ring.
+        The kind of their ring.
 
     Returns
     -------
@@ -81,8 +82,8 @@ def facts(config: TrainConfig, ring: Ring) -> dict[str, Any]:
     hvd = sys.modules.get("horovod")
     return {
         "schema": SCHEMA,
-        "ranks": ring.size,
-        "ring": ring.kind,
+        "ranks": ranks,
+        "ring": ring,
         "injected": {
             "step_time": config.step_time,
             "straggler": str(config.parsed_straggler()),

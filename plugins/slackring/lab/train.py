@@ -9,10 +9,10 @@ from typing import Literal
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slackring.cluster import VirtualCluster
-from slackring.errors import DivergedError
+from slackring.errors import DivergedError, SpecError
 from slackring.lab.agree import on_every_rank
 from slackring.lab.checkpoint import (
     Checkpoints,
@@ -25,14 +25,17 @@ from slackring.lab.checkpoint import (
     set_random_state,
     share,
 )
+from slackring.lab.choices import parse_choice, refuse_off_virtual
 from slackring.lab.config import TrainConfig
 from slackring.lab.dealt import Dealt, DealtBatches
+from slackring.lab.evaluation import evaluate
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.progress import ProgressBar
 from slackring.lab.records import CurvePoint, RunRecorder, from_bytes, to_bytes, to_table
 from slackring.lab.runs import Run, facts
+from slackring.lab.serve import train_on_server
 from slackring.lab.summary import summarise
-from slackring.lab.tasks import Batches, Task, load_task
+from slackring.lab.tasks import Task, load_task
 from slackring.optim.agreement import agree
 from slackring.optim.optimizer import DistributedOptimizer
 from slackring.optim.progress import Budget, LandedRound
@@ -40,6 +43,7 @@ from slackring.optim.records import RoundRecord, StepRecord
 from slackring.ring.ambient import ring as ambient_ring
 from slackring.ring.base import Ring
 from slackring.ring.injected import InjectedNetwork
+from slackring.server import Policy
 from slackring.stragglers import NoStraggler, Pacer
 
 __all__ = ["inject", "train", "train_virtual"]
@@ -76,7 +80,7 @@ def train_virtual(
     checkpoints: Checkpoints | None = None,
     earlier: Earlier | None = None,
 ) -> Run:
-    """Run on virtual ranks, under a virtual clock.
+    """Run on virtual ranks, under a virtual clock; on a parameter server if the rule is a policy of one.
 
     Parameters
     ----------
@@ -85,7 +89,7 @@ def train_virtual(
     size
         Number of virtual ranks.
     interrupt, bar, checkpoints, earlier
-        As in :func:`train`.
+        As in :func:`train`. Of a parameter server there are no checkpoints.
 
     Examples
     --------
@@ -93,6 +97,12 @@ def train_virtual(
     >>> run.facts["ring"], run.summary.steps > 4 * 40, run.summary.final_accuracy > 0.8
     ('virtual', True, True)
     """
+    if isinstance(parse_choice(config.rule), Policy):
+        if checkpoints is not None and checkpoints.every is not None:
+            raise SpecError(
+                f"rule {config.rule!r}: a parameter server takes no checkpoints; leave --checkpoint-every out."
+            )
+        return train_on_server(config, size, interrupt=interrupt, bar=bar)
     cluster = VirtualCluster(
         size,
         step_time=0.1 if config.step_time is None else config.step_time,
@@ -161,6 +171,7 @@ def train(
 
 
 def _task(config: TrainConfig, ring: Ring) -> Task:
+    refuse_off_virtual(parse_choice(config.rule))
     config.parsed_straggler().check(ring.size)
     return load_task(config.task)
 
@@ -178,7 +189,7 @@ class _Session:
         checkpoints: Checkpoints | None,
     ) -> None:
         self.config, self.ring, self.task = config, ring, task
-        self.facts = facts(config, ring) if ring.rank == 0 else {}
+        self.facts = facts(config, ring.size, ring.kind) if ring.rank == 0 else {}
         self.interrupt, self.bar = interrupt or Interrupt(), bar if ring.rank == 0 else None
         torch.manual_seed(config.seed)
         self.model = task.model()
@@ -289,11 +300,9 @@ class _Session:
 
     def _evaluate(self) -> None:
         """Evaluate what is in the model: the consensus of all ranks."""
-        progress, seconds = self.optimizer.progress, self._seconds()
-        accuracy = self.task.metric(self.model, self.test)
-        loss = _mean_loss(self.model, self.test, self.task.loss)
-        self.curve.append(CurvePoint(seconds, progress.rounds, progress.steps, progress.samples, loss, accuracy))
-        if self.config.stop_at_target and accuracy >= self.config.target and not progress.stop:
+        progress = self.optimizer.progress
+        self.curve.append(evaluate(self.task, self.model, self.test, self._seconds(), progress))
+        if self.config.stop_at_target and self.curve[-1].accuracy >= self.config.target and not progress.stop:
             self.optimizer.request_stop()
 
     def _landed(self, landed: LandedRound) -> None:
@@ -386,15 +395,3 @@ def _after(earlier: pd.DataFrame, rows: pd.DataFrame, index: str) -> pd.DataFram
 
 def _lr(config: TrainConfig) -> float:
     return config.lr if config.lr is not None else 0.0
-
-
-@torch.no_grad()
-def _mean_loss(model: nn.Module, batches: Batches, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
-    training = model.training
-    model.eval()
-    total = samples = 0.0
-    for x, y in batches:
-        total += float(loss_of(model(x), y)) * len(y)
-        samples += len(y)
-    model.train(training)
-    return total / max(samples, 1)

@@ -10,7 +10,7 @@ from slackring.rules.base import Rule
 from slackring.rules.named import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed
 from slackring.spec import parse
 
-__all__ = ["parse_rule", "parse_rules", "rules"]
+__all__ = ["parse_rule", "parse_rules", "rules", "split_rules"]
 
 _GROUP = "slackring.rules"
 
@@ -49,6 +49,22 @@ def parse_rules(text: str) -> list[Rule]:
     >>> [str(rule) for rule in parse_rules("bsp,losp:k_min=2,k_max=16,osp")]
     ['bsp', 'losp:k_min=2,k_max=16', 'osp']
     """
+    return [parse_rule(item) for item in split_rules(text)]
+
+
+def split_rules(text: str) -> list[str]:
+    """Take a text of several rules apart.
+
+    Raises
+    ------
+    RuleError
+        If there is none in it.
+
+    Examples
+    --------
+    >>> split_rules("bsp,losp:k_min=2,k_max=16")
+    ['bsp', 'losp:k_min=2,k_max=16']
+    """
     texts: list[str] = []
     for part in text.split(","):
         # "key=value" goes on with the rule before it; "name" and "name:key=value" start a new one.
@@ -58,4 +74,4 @@ def parse_rules(text: str) -> list[Rule]:
             texts.append(part.strip())
     if not texts:
         raise RuleError("no rule is named; give at least one, such as 'bsp' or 'losp'.")
-    return [parse_rule(item) for item in texts]
+    return texts

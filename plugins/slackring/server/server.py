@@ -36,6 +36,11 @@ class ServerRun:
     updates: int
     progress: Progress
 
+    @property
+    def seconds(self) -> float:
+        """When the server gave its last OK."""
+        return self.pushes[-1].answered if self.pushes else 0.0
+
 
 class ParameterServer:
     """Trains as a parameter server and its workers would, in virtual time with real gradients.
