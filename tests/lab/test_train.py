@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import slackring as sr
-from slackring.errors import AgreementError, DataError, DivergedError, StragglerError
+from slackring.errors import AgreementError, DataError, DivergedError, SlackringError, StragglerError
 from slackring.lab import train as train_module
 from slackring.lab.agree import on_every_rank
 from slackring.lab.config import TrainConfig
@@ -196,6 +196,46 @@ def test_one_ranks_failure_is_everyones():
         return True
 
     assert sr.VirtualCluster(3).run(run) == [True] * 3
+
+
+def _failing(what, rank):
+    """A task of which one part fails on one rank, or is another there."""
+    task = load_task("digits")
+
+    def model():
+        if sr.ring().rank == rank:
+            if what == "model":
+                raise ValueError("no weights here")
+            if what == "other model":
+                return torch.nn.Sequential(*task.model(), torch.nn.Linear(10, 10))
+        return task.model()
+
+    def loaders(batch_size, mine, size, seed):
+        if what == "loaders" and mine == rank:
+            raise FileNotFoundError("no shard here")
+        return task.loaders(batch_size, mine, size, seed)
+
+    return dataclasses.replace(task, model=model, loaders=loaders)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("model", r"^rank 1: ValueError: no weights here \(the traceback"),
+        ("loaders", r"^rank 1: FileNotFoundError: no shard here \(the traceback"),
+        ("other model", "ranks differ in model: rank 1 has "),
+    ],
+)
+def test_a_task_that_fails_on_one_rank_ends_all_with_its_sentence(what, told, monkeypatch, caplog):
+    monkeypatch.setattr(train_module, "load_task", lambda text: _failing(what, rank=1))
+
+    def run():
+        with pytest.raises(SlackringError, match=told):
+            train(dataclasses.replace(CONFIG, straggler="none"))
+        return True
+
+    assert sr.VirtualCluster(3).run(run) == [True] * 3
+    assert ("Traceback" in caplog.text) == (what != "other model")
 
 
 def test_a_failure_of_all_ranks_names_none():

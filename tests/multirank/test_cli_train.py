@@ -47,6 +47,14 @@ def nan():
         return task.loss(output, labels) * (float("nan") if bad else 1)
     return dataclasses.replace(task, loss=loss)
 
+def no_model():
+    task = load_task("digits")
+    def model():
+        if sr.ring().rank == 1:
+            raise ValueError("no weights on this host")
+        return task.model()
+    return dataclasses.replace(task, model=model)
+
 def broken():
     def loss(output, labels):
         raise ValueError("this loss is broken")
@@ -199,6 +207,17 @@ def test_a_loss_that_turns_to_nan_on_one_rank_ends_all(tmp_path, rule):
     assert code != 0
     assert out.count("slackring: error:") == 1
     assert "the loss of rank 1 was not a finite number at its local step 20" in out
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_task_that_fails_on_one_rank_ends_all_with_its_sentence(tmp_path):
+    (tmp_path / "bad_task.py").write_text(TASK)
+    train = [sys.executable, "-m", "slackring", "train", "--task", "bad_task:no_model", "--rule", "bsp"]
+    code, out = finish(launch(tmp_path, *train))
+    assert code != 0
+    assert out.count("slackring: error:") == 1
+    assert "slackring: error: rank 1: ValueError: no weights on this host" in out
+    assert "in model" in out  # the traceback
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from slackring.ring.base import Ring
 __all__ = ["on_every_rank"]
 
 T = TypeVar("T")
+
+log = logging.getLogger("slackring")
 
 
 def on_every_rank(ring: Ring, compute: Callable[[], T]) -> T:
@@ -25,12 +28,13 @@ def on_every_rank(ring: Ring, compute: Callable[[], T]) -> T:
     ring
         Collective: every rank calls this.
     compute
-        What may raise a `SlackringError`.
+        What may fail, the user's own code included: of an error that is no `SlackringError`, its rank logs the traceback.
 
     Raises
     ------
     SlackringError
-        The error of the lowest rank that failed, of the same class, naming the rank if it failed on some ranks only.
+        The error of the lowest rank that failed, naming the rank if it failed on some ranks only; of the same class, if that
+        is one of :mod:`slackring.errors`.
 
     Examples
     --------
@@ -38,12 +42,18 @@ def on_every_rank(ring: Ring, compute: Callable[[], T]) -> T:
     >>> on_every_rank(SingleRing(), lambda: 42)
     42
     """
-    failure: SlackringError | None = None
+    failure: Exception | None = None
+    mine: list[str] = []
     try:
         result = compute()
     except SlackringError as exc:
-        failure = exc
-    mine = [] if failure is None else [type(failure).__name__, str(failure)]
+        failure, mine = exc, [type(exc).__name__, str(exc)]
+    except Exception as exc:
+        log.exception("rank %d failed:", ring.rank)
+        failure, mine = (
+            exc,
+            ["SlackringError", f"{type(exc).__name__}: {exc} (the traceback is in that rank's output)."],
+        )
     verdicts = [json.loads(verdict) for verdict in ring.gather(json.dumps(mine).encode(), "slackring.lab.agree")]
     failed = [rank for rank, verdict in enumerate(verdicts) if verdict]
     if not failed:

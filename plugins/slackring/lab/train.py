@@ -155,14 +155,15 @@ def train(
     DataError
         On every rank, if the checkpoint cannot be read.
     SlackringError
-        On every rank, if the ranks disagree, the task is not there, or the ring breaks.
+        On every rank, if the ranks disagree, the task is not there or fails on one of them, or the ring breaks.
     """
     ring = ambient_ring() if ring is None else ring
     every = None if checkpoints is None else checkpoints.every
     agree(ring, {**config.to_json(), "checkpoint_every": every}, "slackring.lab.config")
     config = config.with_lr(ring.size)
     task = on_every_rank(ring, lambda: _task(config, ring))
-    session = _Session(config, ring, interrupt, bar, task, checkpoints)
+    session = on_every_rank(ring, lambda: _Session(config, ring, interrupt, bar, task, checkpoints))
+    session.broadcast_model()
     files = earlier.run.checkpoint if earlier is not None and ring.rank == 0 else ()
     saved = on_every_rank(ring, lambda: share(ring, files))
     if saved is not None:
@@ -177,7 +178,7 @@ def _task(config: TrainConfig, ring: Ring) -> Task:
 
 
 class _Session:
-    """The state of one run on one rank."""
+    """The state of one run on one rank; made without the other ranks, since the user's code may fail on one of them."""
 
     def __init__(
         self,
@@ -193,8 +194,6 @@ class _Session:
         self.interrupt, self.bar = interrupt or Interrupt(), bar if ring.rank == 0 else None
         torch.manual_seed(config.seed)
         self.model = task.model()
-        for tensor in self.model.state_dict().values():
-            tensor.copy_(ring.broadcast(tensor))
         batches, self.test = task.loaders(config.batch_size, ring.rank, ring.size, config.seed)
         self.recorder = RunRecorder()
         self.optimizer = DistributedOptimizer(
@@ -218,6 +217,14 @@ class _Session:
         self.timetable = None if every is None else Timetable(every)
         self.saved: Saved | None = None
         self.earlier: Run | None = None
+
+    def broadcast_model(self) -> None:
+        """Start from rank 0's model; collective."""
+        state = self.model.state_dict()
+        shapes = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
+        agree(self.ring, {"model": shapes}, "slackring.lab.model")
+        for tensor in state.values():
+            tensor.copy_(self.ring.broadcast(tensor))
 
     def resume(self, saved: Saved, earlier: Earlier | None) -> None:
         """Go on from a checkpoint; `earlier` on rank 0, which holds the rows of all ranks."""
