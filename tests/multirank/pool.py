@@ -80,7 +80,14 @@ def torch_store(size: int) -> Iterator[list[dict[str, str]]]:
     yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
-_MEETING_POINTS = {"horovod": rendezvous, "torch": torch_store}
+@contextlib.contextmanager
+def rendezvous_for_sets(size: int) -> Iterator[list[dict[str, str]]]:
+    """The meeting point of Horovod ranks that may make process sets after their start, which costs every cycle an exchange."""
+    with rendezvous(size) as slots:
+        yield [{**slot, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"} for slot in slots]
+
+
+_MEETING_POINTS = {"horovod": rendezvous, "horovod_sets": rendezvous_for_sets, "torch": torch_store}
 
 
 def processes_of_pools(mark: str | None = None) -> list[psutil.Process]:
@@ -105,7 +112,7 @@ class Pool:
     environment
         Variables to set in the ranks beside those of their library.
     kind
-        "horovod", or "torch" for ``torch.distributed``.
+        "horovod", "horovod_sets" if jobs make process sets, or "torch" for ``torch.distributed``.
     """
 
     def __init__(self, size: int, environment: dict[str, str] | None = None, kind: str = "horovod") -> None:

@@ -41,14 +41,14 @@ def main(address: str) -> None:
     kind, rank = os.environ["SLACKRING_TEST_RANK"].split()
     link.send_bytes(pickle.dumps(int(rank)))
     try:
-        if kind == "horovod":
-            import horovod.torch as hvd
-
-            hvd.init()
-        else:
+        if kind == "torch":
             import torch.distributed as dist
 
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        else:
+            import horovod.torch as hvd
+
+            hvd.init()
     except BaseException:
         answer(False, traceback.format_exc())
         raise

@@ -824,7 +824,8 @@ HEAD = """\
 
 `sr.DistributedOptimizer` gives back your own optimizer; these tables list what scripts do with one. "works" has been tried on two
 virtual ranks, against exact values; "refused" has a number, and the sentence of that number, at the end, says what to do instead.
-In brackets: what other packages make of it. `capturable=True` needs a GPU and has not been tried.
+In brackets: what other packages make of it. `capturable=True` needs a GPU and has not been tried. Process sets need real ranks:
+`tests/multirank/test_process_sets.py` tries `process_set=` on four, over Horovod and over `torch.distributed`.
 
 This page is written by `python -m tests.optim.matrix`; a test fails if it is out of date.
 """

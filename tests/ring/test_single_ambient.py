@@ -47,6 +47,21 @@ def test_collectives_of_ones_own_drain_first():
     assert len(calls) == 3
 
 
+def test_a_ring_has_no_other_ranks_than_its_own():
+    with pytest.raises(UnsupportedError, match=r"root=1 is no rank of this ring; its ranks are 0 to 0"):
+        SingleRing().broadcast(torch.ones(1), root=1)
+
+
+def test_process_sets_need_real_ranks():
+    def build():
+        sr.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), "bsp", process_set=[0, 1])
+
+    with pytest.raises(UnsupportedError, match=r"process_set= needs ranks of .*this is a single ring; leave it out"):
+        build()
+    with pytest.raises(UnsupportedError, match=r"process_set= needs ranks of .*this is a virtual ring; leave it out"):
+        sr.VirtualCluster(2).run(build)
+
+
 def test_claims_count_up():
     ring = SingleRing()
     assert [ring.claim() for _ in range(3)] == [0, 1, 2]

@@ -30,7 +30,6 @@ _HOROVOD_ARGUMENTS = {
     "num_groups": "contributions travel in flat buffers already",
     "groups": "contributions travel in flat buffers already",
     "sparse_as_dense": "build embeddings with sparse=False",
-    "process_set": "all ranks take part",
 }
 
 
@@ -44,6 +43,7 @@ def DistributedOptimizer(
     budget: Budget | None = None,
     recorder: Recorder | None = None,
     ring: Ring | None = None,
+    process_set: object = None,
     **horovod_arguments: object,
 ) -> RelaxedOptimizer:
     """Have an optimizer follow a synchronisation rule over all ranks.
@@ -71,6 +71,9 @@ def DistributedOptimizer(
         Receives a row for each local step and each round.
     ring
         The ring to use instead of the ambient one.
+    process_set
+        The ranks that train this model: an ``hvd.ProcessSet`` under Horovod, a ``torch.distributed.ProcessGroup`` under
+        ``torch.distributed``; all if None. Only they call this.
 
     Returns
     -------
@@ -100,12 +103,14 @@ def DistributedOptimizer(
             raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {argument!r}")
         raise UnsupportedError(f"{argument}= has no meaning here: {advice}.")
     _refuse_optimizer(optimizer)
+    if ring is not None and process_set is not None:
+        raise UnsupportedError("process_set= chooses among the ranks of the ambient ring; leave ring= out.")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UnsupportedError(f"max_grad_norm is above 0, not {max_grad_norm}.")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(parameters, named_parameters)
     _refuse_dtypes(names, parameters)
-    chosen = ring or ambient_ring()
+    chosen = ring or ambient_ring(process_set)
     engine = Engine(
         optimizer,
         parse_rule(rule),

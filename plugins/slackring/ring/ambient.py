@@ -25,8 +25,14 @@ def launcher() -> str | None:
     return None
 
 
-def ring() -> Ring:
+def ring(process_set: object = None) -> Ring:
     """Return the ambient ring, so that a script can be written once for all.
+
+    Parameters
+    ----------
+    process_set
+        Some of the ranks: an ``hvd.ProcessSet`` under Horovod, a ``torch.distributed.ProcessGroup`` under
+        ``torch.distributed``; all ranks if None. The ring's rank and size are those in the set.
 
     Returns
     -------
@@ -39,12 +45,24 @@ def ring() -> Ring:
     RingError
         In one of several processes of a launcher before ``hvd.init()`` or ``init_process_group()``, where a ring of one would
         train alone in silence.
+    UnsupportedError
+        For a process set that this rank is not in, or that is none of the ring's.
+
+    Notes
+    -----
+    A collective over all ranks drains the optimizers of all sets first, one over a set those of that set alone.
 
     Examples
     --------
     >>> ring().size
     1
     """
+    whole = _whole()
+    return whole if process_set is None else whole.subset(process_set)
+
+
+def _whole() -> Ring:
+    """The ring of all ranks."""
     global _process_ring
     ambient = current.get()
     if ambient is not None:

@@ -142,6 +142,19 @@ class Ring(ABC):
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         """Copy of `root`'s tensor."""
 
+    def subset(self, process_set: object) -> Ring:
+        """Give this rank's place on the ring of some of the ranks: always the same object for the same set.
+
+        Raises
+        ------
+        UnsupportedError
+            If this ring has no process sets, or the set is not one of its own, or this rank is not in it.
+        """
+        raise UnsupportedError(
+            f"process_set= needs ranks of Horovod or torch.distributed, and this is a {self.kind} ring; leave it out, and all "
+            "its ranks take part."
+        )
+
     def before_collective(self, callback: Callable[[], object]) -> None:
         """Have `callback` run before every collective of the user's own, so that no round is in flight beside it."""
         self._before_collective.append(callback)
@@ -179,7 +192,15 @@ class Ring(ABC):
         return total.div_(self.size) if average else total
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy the tensor of rank `root` to every rank; rounds in flight are drained first."""
+        """Copy the tensor of rank `root` to every rank; rounds in flight are drained first.
+
+        Raises
+        ------
+        UnsupportedError
+            If the ring has no such rank.
+        """
+        if not 0 <= root < self.size:
+            raise UnsupportedError(f"root={root} is no rank of this ring; its ranks are 0 to {self.size - 1}.")
         self._drain()
         return self._broadcast(tensor, root)
 

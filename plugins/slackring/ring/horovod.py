@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slackring.errors import HorovodMissingError, RingError
+from slackring.errors import HorovodMissingError, RingError, UnsupportedError
 from slackring.ring.polling import PolledRing
 
 if TYPE_CHECKING:
@@ -37,7 +39,13 @@ def import_horovod() -> Any:
 class HorovodRing(PolledRing[int]):
     """A rank of an initialised Horovod job.
 
-    The tensors of a round are called ``name.0``, ``name.1``, which keeps them in Horovod's response cache.
+    The tensors of a round are called ``name.0``, ``name.1``, which keeps them in Horovod's response cache. Horovod keeps the
+    names of different process sets apart, also where a rank is in several of them.
+
+    Parameters
+    ----------
+    process_set, whole
+        The ranks of this ring, and the ring of all; None for that one itself.
 
     Raises
     ------
@@ -50,12 +58,38 @@ class HorovodRing(PolledRing[int]):
     kind = "horovod"
     stalls = "Horovod's stall check lists the missing ranks on rank 0"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, process_set: Any = None, whole: HorovodRing | None = None) -> None:
+        super().__init__(whole)
         self._hvd = import_horovod()
         if not self._hvd.is_initialized():
             raise RingError("Horovod is not initialised; call hvd.init() first.")
-        self.rank, self.size = int(self._hvd.rank()), int(self._hvd.size())
+        # A copy, so that a ring does not keep its own set among `_subsets`.
+        self._set = self._hvd.global_process_set if process_set is None else copy.copy(process_set)
+        self.rank, self.size = int(self._set.rank()), int(self._set.size())
+        self._subsets: weakref.WeakKeyDictionary[Any, HorovodRing] = weakref.WeakKeyDictionary()
+
+    def subset(self, process_set: Any) -> HorovodRing:
+        """Give this rank's place on the ring of a process set that Horovod knows."""
+        if not isinstance(process_set, self._hvd.ProcessSet):
+            raise UnsupportedError(
+                f"process_set= is an hvd.ProcessSet under Horovod, not {type(process_set).__name__}."
+            )
+        number = process_set.process_set_id
+        if number is None:
+            raise UnsupportedError(
+                f"Horovod does not know this process set {process_set.ranks}; name it in hvd.init(process_sets=[...]) or in "
+                "hvd.add_process_set() on every rank."
+            )
+        if number == self._hvd.global_process_set.process_set_id:
+            return self
+        if not process_set.included():
+            raise UnsupportedError(
+                f"rank {self.rank} is not in this process set {process_set.ranks}; build the optimizer only on its ranks."
+            )
+        found = self._subsets.get(process_set)
+        if found is None or found._set.process_set_id != number:
+            found = self._subsets[process_set] = HorovodRing(process_set, self)
+        return found
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Collect every rank's bytes on every rank."""
@@ -68,19 +102,24 @@ class HorovodRing(PolledRing[int]):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         tensor, name = tensor.detach().contiguous(), "slackring.broadcast"
-        handle: int = self.start(lambda: self._hvd.broadcast_async(tensor, root, name=name), name)
+        sender = self._set.ranks[root]  # Horovod wants its rank among all, also within a set
+        handle: int = self.start(
+            lambda: self._hvd.broadcast_async(tensor, sender, name=name, process_set=self._set), name
+        )
         copy: Tensor = self._blocking(handle, name)
         return copy
 
     def _allgather(self, tensor: Tensor, name: str) -> Tensor:
-        handle: int = self.start(lambda: self._hvd.allgather_async(tensor, name=name), name)
+        handle: int = self.start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set), name)
         gathered: Tensor = self._blocking(handle, name)
         return gathered
 
     def sum(self, tensor: Tensor, name: str, index: int) -> int:
         """Start one of Horovod's asynchronous sums; returns its handle."""
         name = f"{name}.{index}"
-        handle: int = self.start(lambda: self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum), name)
+        handle: int = self.start(
+            lambda: self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
+        )
         return handle
 
     def arrived(self, handle: int) -> bool:

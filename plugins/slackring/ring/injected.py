@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +74,10 @@ class InjectedNetwork(Ring):
         """Wall-clock time, in seconds, at which the next round of `nbytes` bytes may end."""
         self._last_end = max(last_launch, self._last_end) + self._network.seconds(nbytes, self.size)
         return self._last_end
+
+    def before_collective(self, callback: Callable[[], object]) -> None:
+        """Have `callback` run before every collective of the user's own, on either ring."""
+        self._inner.before_collective(callback)
 
     def claim(self, owner: object = None) -> int:
         """A number from the inner ring, whose names both use."""

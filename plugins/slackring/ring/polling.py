@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from slackring.errors import RingError
 from slackring.ring.base import Clock, Flight, Ring
@@ -55,15 +55,21 @@ class PolledRing(Ring, Generic[Handle]):
     """A ring over a library whose collectives are asynchronous; `Handle` is what the library gives for one under way.
 
     After the first failure it is not used again, since the library may hold its locks for ever.
+
+    Parameters
+    ----------
+    whole
+        The ring of all ranks, if this is one of some of them.
     """
 
     stalls: str
     """What a rank adds when it says that it waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Self | None = None) -> None:
         super().__init__()
         self.clock: Clock = MachineClock()
         self._failed: str | None = None
+        self._whole = whole
 
     @abstractmethod
     def sum(self, tensor: Tensor, name: str, index: int) -> Handle:
@@ -76,6 +82,12 @@ class PolledRing(Ring, Generic[Handle]):
     @abstractmethod
     def _result(self, handle: Handle) -> Any:
         """Take the result of a collective that has ended."""
+
+    def before_collective(self, callback: Callable[[], object]) -> None:
+        """Have `callback` run before every collective of the user's own, over the same ranks or over all."""
+        super().before_collective(callback)
+        if self._whole is not None:
+            self._whole.before_collective(callback)
 
     def open(self, name: str) -> Flight:
         """Open a round."""

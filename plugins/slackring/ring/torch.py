@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slackring.errors import RingError
+from slackring.errors import RingError, UnsupportedError
+from slackring.ring.groups import Groups, GroupsOfSome
 from slackring.ring.peers import Peers
 from slackring.ring.polling import PolledRing
 
@@ -42,19 +43,24 @@ class _Under:
 
 
 class TorchRing(PolledRing[_Under]):
-    """A rank of an initialised ``torch.distributed`` job, on the backends of its default group.
+    """A rank of an initialised ``torch.distributed`` job, on the backends of its process group.
 
-    Tensors are summed where they lie: on a GPU by NCCL, or by Gloo if that is the default group's only backend. The control
+    Tensors are summed where they lie: on a GPU by NCCL, or by Gloo if that is the group's only backend. The control
     block lies on the CPU and always travels over Gloo.
 
     ``torch.distributed`` tells collectives apart by their order alone. So the user's own, and each optimizer's, have a process
     group each (a channel: all names that are the same up to their last dot), made when it is first used and given back with
-    the optimizer. The default group is never touched. With NCCL, several optimizers that may launch in different orders on
+    the optimizer. The user's groups are never touched. With NCCL, several optimizers that may launch in different orders on
     different ranks share a GPU, which NCCL does not promise to be free of deadlocks; use one, or Gloo.
 
     A rank of the same machine that dies is noticed in seconds, another one when its connections close, or at the latest after
     the timeout that was given to ``init_process_group``; a rank that keeps others waiting longer than that counts as dead,
     too. Under NCCL it is torch's watchdog that ends the processes.
+
+    Parameters
+    ----------
+    group, whole
+        The ranks of this ring, whose backends it uses, and the ring of all; None for that one itself.
 
     Raises
     ------
@@ -65,16 +71,15 @@ class TorchRing(PolledRing[_Under]):
     kind = "torch"
     stalls = "it fails at the timeout of the process group"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, group: dist.ProcessGroup | None = None, whole: TorchRing | None = None) -> None:
+        super().__init__(whole)
         if not (dist.is_available() and dist.is_initialized()):
             raise RingError("torch.distributed is not initialised; call torch.distributed.init_process_group() first.")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._world = world = dist.group.WORLD
-        assert world is not None  # it is initialised
-        devices = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-        self._backends = ",".join(f"{device}:{backend}" for device, backend in {**devices, "cpu": "gloo"}.items())
-        self._timeout = world._get_backend(torch.device(next(iter(devices)))).options._timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._world = dist.group.WORLD
+        assert self._world is not None  # it is initialised
+        self._subsets: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchRing] = weakref.WeakKeyDictionary()
+        self._groups = Groups(self._world) if group is None else GroupsOfSome(group)
         self._channels: dict[str, _Channel] = {}
         self._released: deque[str] = deque()
         self._peers: Peers | None = None
@@ -84,6 +89,24 @@ class TorchRing(PolledRing[_Under]):
     def current(self) -> bool:
         """Whether the job that this ring belongs to is still the process's."""
         return dist.is_initialized() and dist.group.WORLD is self._world
+
+    def subset(self, process_set: Any) -> TorchRing:
+        """Give this rank's place on the ring of a process group of this job."""
+        if process_set == dist.GroupMember.NON_GROUP_MEMBER:
+            raise UnsupportedError(
+                f"rank {self.rank} is not in this process group; build the optimizer only on the group's ranks."
+            )
+        if not isinstance(process_set, dist.ProcessGroup):
+            raise UnsupportedError(
+                f"process_set= is a torch.distributed.ProcessGroup under torch.distributed, not {type(process_set).__name__}."
+            )
+        if process_set is self._world:
+            return self
+        if process_set not in dist.distributed_c10d._world.pg_map:
+            raise UnsupportedError("this process group has been destroyed; make one with new_group().")
+        if process_set not in self._subsets:
+            self._subsets[process_set] = TorchRing(process_set, self)
+        return self._subsets[process_set]
 
     def claim(self, owner: object = None) -> int:
         """A number for whoever sends rounds here; its process group is given back once `owner` is gone."""
@@ -105,7 +128,9 @@ class TorchRing(PolledRing[_Under]):
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         copy, name = tensor.detach().contiguous().clone(), "slackring.broadcast"
         group = self._channel(name).group
-        self._blocking(self._begin(name, lambda: dist.broadcast(copy, src=root, group=group, async_op=True)), name)
+        self._blocking(
+            self._begin(name, lambda: dist.broadcast(copy, group_src=root, group=group, async_op=True)), name
+        )
         return copy
 
     def _allgather(self, tensor: Tensor, name: str) -> list[Tensor]:
@@ -139,7 +164,7 @@ class TorchRing(PolledRing[_Under]):
         channel = self._channels.get(key)
         if channel is None:
             self._close_released()
-            group = self.start(lambda: dist.new_group(backend=self._backends, timeout=self._timeout), name)
+            group = self.start(lambda: self._groups.make(key), name)
             channel = self._channels[key] = _Channel(group)
             if self._peers is None:
                 self._peers = Peers(self.gather(Peers.card(), name))
@@ -152,7 +177,7 @@ class TorchRing(PolledRing[_Under]):
             if channel is None:
                 continue
             if all(work.is_completed() for work in channel.under_way):
-                dist.destroy_process_group(self._channels.pop(key).group)
+                self._groups.close(self._channels.pop(key).group)
             else:
                 self._released.append(key)  # closing it would wait for rounds that the other ranks may never launch
 
