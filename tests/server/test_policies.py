@@ -15,7 +15,16 @@ from slackring.errors import RuleError
 from slackring.server import ASP, BSP, DSSP, SSP, ElasticBSP, Policy, parse_policy
 from slackring.server.policies import extra_steps
 
-POLICIES = [BSP(), ASP(), SSP(staleness=0), SSP(), DSSP(), DSSP(lower=1, upper=1), ElasticBSP(lookahead=3)]
+POLICIES = [
+    BSP(),
+    ASP(),
+    SSP(staleness=0),
+    SSP(),
+    DSSP(),
+    DSSP(lower=1, upper=1),
+    DSSP(bounded=False),
+    ElasticBSP(lookahead=3),
+]
 
 
 @dataclass
@@ -201,6 +210,19 @@ def test_elastic_bsp_times_the_toy_clusters_of_section_4(intervals, lookahead, s
         assert 100 * every_step == pytest.approx(bsp_wait, abs=0.6)
         bsp = play(BSP(), constant(*intervals, until=5 * max(intervals)))
         assert bsp.barriers[0] == (max(intervals), (1, 1, 1, 1))
+
+
+def test_dssp_is_as_fast_as_asp_only_without_its_bound():
+    """In its paper, seconds to 0.67 on two workers of unlike speed: ASP 2993, DSSP(3, 15) 3016, SSP(15) 5565."""
+    intervals = constant(10, 20, until=20_000)
+    asp, ssp = play(ASP(), intervals), play(SSP(15), intervals)
+    bounded, printed = play(DSSP(3, 15), intervals), play(DSSP(3, 15, bounded=False), intervals)
+    assert asp.wait[0] == 0
+    assert printed.wait[0] < 0.02 * 10_000
+    assert max(printed.answered_at_lead) > 500
+    for slow in (ssp, bounded):
+        assert slow.wait[0] == pytest.approx(10_000, rel=0.02)  # half of the time that worker 1 takes
+    assert max(bounded.answered_at_lead) == 15
 
 
 # -- for all ---------------------------------------------------------------------------------------------------------------

@@ -237,14 +237,18 @@ class DSSP(Policy):
     When the fastest worker is more than `lower` pushes ahead, the server predicts its next pushes and those of the slowest
     from the last interval of each, and grants it the number of further steps after which a push of both lies closest together.
     From "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning" (ICDCS 2019), algorithm 1 with its
-    controller. *r* granted steps are *r* steps, as the text has it (the printed listing makes them one more). Where the
-    listing lets a worker that has used up its grant ask for another, grants end at `upper`, so that its theorem's bound
-    holds: no worker computes more than `upper` pushes ahead of the slowest. Of several slowest workers the first counts.
+    controller. *r* granted steps are *r* steps, as the text has it (the printed listing makes them one more). Of several
+    slowest workers the first counts.
 
     Parameters
     ----------
     lower, upper
         The published *s_L* and *s_U*; 0 <= lower <= upper.
+    bounded
+        Grant nothing beyond `upper`, so that the bound of the paper's theorem holds: no worker computes more than `upper` pushes
+        ahead of the slowest. The printed listing lets a worker that has used up its grant ask for up to ``upper - lower``
+        more at once, and so bounds nothing; only so can DSSP be as fast as ASP between workers of unlike speed, as the paper
+        found it.
 
     Examples
     --------
@@ -255,6 +259,7 @@ class DSSP(Policy):
     name: ClassVar[str] = "server/dssp"
     lower: int = 3
     upper: int = 15
+    bounded: bool = True
 
     def __post_init__(self) -> None:
         self._at_least(0, lower=self.lower)
@@ -265,7 +270,7 @@ class DSSP(Policy):
 
     def gate(self, size: int) -> Gate:
         """Start deciding for `size` workers."""
-        return _Dynamic(size, self.lower, self.upper)
+        return _Dynamic(size, self)
 
 
 class _LastTwo:
@@ -318,9 +323,9 @@ def extra_steps(own: tuple[float, float], slowest: tuple[float, float], most: in
 
 
 class _Dynamic(Gate):
-    def __init__(self, size: int, lower: int, upper: int) -> None:
+    def __init__(self, size: int, policy: DSSP) -> None:
         super().__init__(size)
-        self._lower, self._upper = lower, upper
+        self._policy = policy
         self._times = _LastTwo(size)
         self._granted = [0] * size
         self._passing: set[int] = set()
@@ -330,7 +335,7 @@ class _Dynamic(Gate):
         self._passing.clear()
         fastest = max((self.pushes[worker] for worker in self.training), default=0)
         for worker in workers:
-            if not self._granted[worker] and self.lead(worker) > self._lower and self.pushes[worker] == fastest:
+            if not self._granted[worker] and self.lead(worker) > self._policy.lower and self.pushes[worker] == fastest:
                 self._granted[worker] = self._grant(worker)
             if self._granted[worker]:
                 self._granted[worker] -= 1
@@ -338,13 +343,14 @@ class _Dynamic(Gate):
 
     def _grant(self, worker: int) -> int:
         slowest = min(self.training, key=lambda other: (self.pushes[other], other))
-        most = self._upper - self.lead(worker) + 1
+        policy = self._policy
+        most = policy.upper - (self.lead(worker) - 1 if policy.bounded else policy.lower)
         if most < 1 or not self._times.complete((worker, slowest)):
             return 0
         return extra_steps(self._times[worker], self._times[slowest], most)
 
     def _may_go(self, worker: int) -> bool:
-        return worker in self._passing or self.lead(worker) <= self._lower
+        return worker in self._passing or self.lead(worker) <= self._policy.lower
 
 
 @dataclass(frozen=True)
