@@ -54,6 +54,7 @@ def _shared(command: F) -> F:
         click.option("--virtual", is_flag=True, help="Virtual ranks under a virtual clock: no Horovod, no waiting."),
         click.option("--straggler", default="none", show_default=True, help="Who is slow, e.g. persistent:ranks=3,factor=4."),
         click.option("--network", default="none", show_default=True, help="What a round costs, e.g. latency=0.01,bandwidth=1e9."),
+        click.option("--compression", default="none", show_default=True, help="How contributions travel: none or fp16."),
         click.option("--step-time", type=float, help="Seconds to fill a local step up to, by sleep (virtual: 0.1)."),
         click.option("--batch-size", type=int, default=32, show_default=True, help="Samples in a rank's micro-batch."),
         click.option("--momentum", type=float, default=0.0, show_default=True, help="Momentum of SGD."),

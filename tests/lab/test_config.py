@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from slackring.errors import RuleError, SpecError, StragglerError
+from slackring.errors import RuleError, SpecError, StragglerError, UnsupportedError
 from slackring.lab.config import SINGLE_RANK_LR, TrainConfig
 
 
 def test_json_holds_everything():
-    config = TrainConfig(rule="losp:k_max=4", straggler="shifted_exponential:mean=1", seconds=3.0, seed=5, lr=0.5)
+    config = TrainConfig(
+        rule="losp:k_max=4", straggler="shifted_exponential:mean=1", compression="fp16", seconds=3.0, lr=0.5
+    )
     assert TrainConfig.from_json(json.dumps(config.to_json())) == config
 
 
@@ -21,6 +23,8 @@ def test_json_holds_everything():
         ({"rule": "lsop"}, RuleError, "did you mean 'losp'"),
         ({"straggler": "persistant"}, StragglerError, "did you mean 'persistent'"),
         ({"network": "latency=x"}, SpecError, "latency"),
+        ({"compression": "fp61"}, UnsupportedError, "did you mean 'fp16'"),
+        ({"compression": "fp16", "rule": "server/asp"}, SpecError, "leave --compression out"),
         ({"lr": 0.0}, SpecError, "--lr must be"),
         ({"lr": float("nan")}, SpecError, "--lr must be"),
         ({"step_time": -1.0}, SpecError, "--step-time must be"),

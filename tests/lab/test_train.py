@@ -17,6 +17,7 @@ from slackring.lab import train as train_module
 from slackring.lab.agree import on_every_rank
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
+from slackring.lab.report import describe_compression
 from slackring.lab.tasks import load_task
 from slackring.lab.train import inject, train, train_virtual
 from slackring.ring.injected import InjectedNetwork
@@ -50,6 +51,17 @@ def test_every_rule_trains_and_accounts_for_its_time(rule):
     assert rounds["round"].nunique() == curve["rounds"].iloc[-1]
     assert steps["loss"].notna().all()
     assert curve["seconds"].is_monotonic_increasing
+
+
+def test_compressed_rounds_have_half_the_bytes_and_train_as_well():
+    plain, compressed = (
+        train_virtual(dataclasses.replace(CONFIG, rule="losp", compression=how), 4) for how in ("none", "fp16")
+    )
+    assert compressed.rounds["nbytes"].max() == plain.rounds["nbytes"].max()  # of the first rounds
+    assert compressed.rounds["nbytes"].min() < 0.6 * plain.rounds["nbytes"].min()
+    assert compressed.summary.final_accuracy == pytest.approx(plain.summary.final_accuracy, abs=0.02)
+    assert "compressed" not in describe_compression(plain.config)
+    assert "fp16" in describe_compression(compressed.config)
 
 
 def test_a_relaxed_rule_comes_near_the_no_wait_limit_and_bsp_cannot():

@@ -811,6 +811,23 @@ def _method(name: str, rule: str) -> None:
     on_ranks(lambda: getattr(Ruled(rule).wrap(torch.optim.SGD([parameter()], lr=0.1)), name)())
 
 
+@feature(HOROVODS, '`compression="fp16"`, and `hvd.Compression.fp16`')
+def _(rule: str) -> None:
+    def script(hand: Hand) -> list[Tensor]:
+        x = parameter()
+        optimizer = hand.wrap(torch.optim.SGD([x], lr=0.5), compression="fp16")
+        move(hand, optimizer, [x])
+        hand.drain(optimizer)
+        return [x]
+
+    same_as_plain(rule, script)
+
+
+@feature(HOROVODS, '`compression="bf16"`', refused_by=RULES)
+def _(rule: str) -> None:
+    on_ranks(lambda: Ruled(rule).wrap(torch.optim.SGD([parameter()], lr=0.1), compression="bf16"))
+
+
 for _name in _HOROVOD_ARGUMENTS:
     feature(HOROVODS, f"`{_name}=`", refused_by=RULES)(functools.partial(_argument, _name))
 for _name in ("synchronize", "skip_synchronize"):

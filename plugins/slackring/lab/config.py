@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from slackring.errors import SpecError
 from slackring.lab.choices import parse_choice
+from slackring.optim.wire import read_compression
 from slackring.ring.network import Network, parse_network
 from slackring.rules import Rule
 from slackring.server import Policy
@@ -29,6 +30,8 @@ class TrainConfig:
     ----------
     task, rule, straggler, network
         Texts, as on the command line; a rule that begins with ``server/`` is a policy of the parameter server.
+    compression
+        "none" or "fp16": how contributions travel.
     step_time
         Seconds that an undisturbed local step is filled up to with sleep; None leaves it as long as it is.
     batch_size
@@ -67,6 +70,7 @@ class TrainConfig:
     rule: str = "bsp"
     straggler: str = "none"
     network: str = "none"
+    compression: str = "none"
     step_time: float | None = None
     batch_size: int = 32
     lr: float | None = None
@@ -81,9 +85,13 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        parse_choice(self.rule)
+        rule = parse_choice(self.rule)
         parse_straggler(self.straggler)
         parse_network(self.network)
+        if read_compression(self.compression) and isinstance(rule, Policy):
+            raise SpecError(
+                f"rule {self.rule!r}: nothing is compressed on a parameter server; leave --compression out."
+            )
         for name in ("step_time", "lr", "seconds", "samples", "rounds", "eval_every", "batch_size"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

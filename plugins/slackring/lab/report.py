@@ -15,7 +15,7 @@ from slackring.lab.config import TrainConfig
 from slackring.lab.runs import Run
 from slackring.server import Policy
 
-__all__ = ["describe_injected", "print_comparison", "print_run", "table", "verdict"]
+__all__ = ["describe_compression", "describe_injected", "print_comparison", "print_run", "table", "verdict"]
 
 _NOTHING = "-"
 _NOTHING_TO_GAIN = 0.95  # share of the no-wait limit
@@ -24,7 +24,8 @@ _NOTHING_TO_GAIN = 0.95  # share of the no-wait limit
 def table(comparison: Comparison) -> Table:
     """Lay a comparison out, one line a rule: medians over seeds, and ranges where there are several."""
     config = comparison.config
-    title = f"{config.base.task}, {config.workers} {'virtual' if config.virtual else 'Horovod'} ranks"
+    ranks = f"{config.workers} {'virtual' if config.virtual else 'Horovod'} ranks"
+    title = f"{config.base.task}, {ranks}{describe_compression(config.base)}"
     result = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("rule", no_wrap=True)
     for header in (
@@ -82,6 +83,11 @@ def describe_injected(config: TrainConfig) -> str:
         f"network {config.network}" if config.network != "none" else "",
     ]
     return ", ".join(filter(None, injected)) or "nothing"
+
+
+def describe_compression(config: TrainConfig) -> str:
+    """Say in a bracket how contributions travel; nothing if they travel as they are."""
+    return "" if config.compression == "none" else f" (compressed: {config.compression})"
 
 
 def verdict(comparison: Comparison) -> str:
@@ -162,7 +168,7 @@ def print_run(run: Run, folder: str, console: Console) -> None:
             f"{summary.steps} of all ranks, {summary.steps_per_second:.1f}/s, {summary.limit_share:.2f} of the no-wait limit",
         ),
         ("wait by rank", " ".join(f"{share:.0%}" for share in summary.wait_share)),
-        ("rounds", f"{summary.rounds}, {summary.nbytes / 1e6:.1f} MB"),
+        ("rounds", f"{summary.rounds}, {summary.nbytes / 1e6:.1f} MB{describe_compression(config)}"),
         *_staleness(run),
         (
             "longest window",

@@ -199,6 +199,7 @@ class _Session:
         self.optimizer = DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=_lr(config), momentum=config.momentum),
             rule=config.rule,
+            compression=config.compression,
             named_parameters=self.model.named_parameters(),
             named_buffers=self.model.named_buffers(),
             budget=Budget(rounds=config.rounds, samples=config.samples, seconds=config.seconds),

@@ -49,6 +49,10 @@ class Slot(IntEnum):
     """The buckets sent during the backward pass are not this step's: reduce the round again."""
     DIGEST = 11
     """Digest of a piece of the anchor."""
+    PEAK = 12
+    """Largest absolute value in the payload, if payloads are compressed."""
+    WIDE = 13
+    """The payload may overflow as it travelled: reduce the round again, uncompressed."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,11 @@ class Landed:
     def again(self) -> bool:
         """Whether the round has to be reduced again."""
         return bool(self.slots[:, Slot.AGAIN].any())
+
+    @cached_property
+    def wide(self) -> bool:
+        """Whether the payload's sum may have overflowed, so that it has to be reduced again as it is."""
+        return bool(self.slots[:, Slot.WIDE].any())
 
     @cached_property
     def all_joined(self) -> bool:

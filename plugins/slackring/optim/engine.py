@@ -39,6 +39,8 @@ class Engine:
         Of everything the optimizer trains.
     buffers
         Floating model buffers to average.
+    compression
+        "fp16" or None.
     max_grad_norm, budget, recorder
         As in :func:`slackring.DistributedOptimizer`.
     """
@@ -51,6 +53,7 @@ class Engine:
         names: Sequence[str],
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
+        compression: str | None,
         max_grad_norm: float | None,
         budget: Budget | None,
         recorder: Recorder | None,
@@ -59,6 +62,7 @@ class Engine:
         # Weakly, since the optimizer holds the engine: dropping it frees both at once, on all ranks alike.
         self._weak_optimizer = weakref.ref(optimizer)
         self._names, self._parameters = list(names), list(parameters)
+        self._compression = compression
         self._max_grad_norm, self._budget, self._recorder = max_grad_norm, budget or Budget(), recorder
         self._name = f"slackring.{ring.claim(self)}"
         self._trigger = rule.trigger
@@ -100,6 +104,7 @@ class Engine:
             self._names,
             self._parameters,
             self._buffers,
+            compression=self._compression,
             hyper=self._hyper,
             ending=self._ending,
             seconds=self._budget.seconds,
@@ -130,6 +135,7 @@ class Engine:
             "optimizer": type(self._optimizer).__name__,
             "hyper-parameters in number": len(self._hyper),
             "budget": str(self._budget),
+            "compression": self._compression,
             **self._initial_facts(),
         }
 

@@ -16,6 +16,7 @@ from slackring.optim.engine import Engine
 from slackring.optim.flat import DTYPES
 from slackring.optim.progress import Budget, LandedRound, Progress
 from slackring.optim.records import Recorder
+from slackring.optim.wire import read_compression
 from slackring.ring.ambient import ring as ambient_ring
 from slackring.ring.base import Ring
 from slackring.rules import Rule, parse_rule
@@ -25,7 +26,6 @@ __all__ = ["DistributedOptimizer", "RelaxedOptimizer"]
 _HOROVOD_ARGUMENTS = {
     "op": "the rule decides how contributions are averaged",
     "backward_passes_per_step": "use rule='bsp:accumulate=k' and call step() after every backward pass",
-    "compression": "contributions travel uncompressed",
     "gradient_predivide_factor": "averages are divided once, after the sum",
     "num_groups": "contributions travel in flat buffers already",
     "groups": "contributions travel in flat buffers already",
@@ -40,6 +40,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     named_buffers: Iterable[tuple[str, Tensor]] | None = None,
     max_grad_norm: float | None = None,
+    compression: object = None,
     budget: Budget | None = None,
     recorder: Recorder | None = None,
     ring: Ring | None = None,
@@ -65,6 +66,10 @@ def DistributedOptimizer(
         ``model.named_buffers()``: floating buffers (BatchNorm's statistics) are averaged over ranks.
     max_grad_norm
         Clip the gradient to this norm: the averaged one for gradient rules, each rank's own for delta rules.
+    compression
+        ``"fp16"`` (or ``hvd.Compression.fp16``) sends contributions as float16, scaled by a power of two that follows their
+        size, so that neither small nor large ones are lost; a round that would overflow is reduced again as it is. Averaged
+        buffers are not compressed. None sends everything as it is, and only then is no work lost to rounding.
     budget
         When all ranks stop by themselves.
     recorder
@@ -118,6 +123,7 @@ def DistributedOptimizer(
         names,
         parameters,
         [buffer for _, buffer in named_buffers or () if buffer.dtype in DTYPES],
+        read_compression(compression),
         max_grad_norm,
         budget,
         recorder,

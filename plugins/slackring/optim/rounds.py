@@ -19,6 +19,7 @@ from slackring.optim.payload import Contribution, DeltaPayload
 from slackring.optim.progress import LandedRound
 from slackring.optim.records import Recorder, RoundRecord
 from slackring.optim.statistics import AveragedBuffers
+from slackring.optim.wire import Wire, WireFlight
 from slackring.ring.base import ArrivedFlight, Flight, Ring
 from slackring.rules import Every, Moment, Plan, Rule
 from slackring.rules.timing import next_deadline
@@ -78,6 +79,8 @@ class Rounds:
         Of everything the optimizer trains.
     buffers
         Floating model buffers to average.
+    compression
+        "fp16" or None: how payloads travel.
     hyper
         The optimizer's hyper-parameters.
     ending
@@ -99,6 +102,7 @@ class Rounds:
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
         *,
+        compression: str | None,
         hyper: HyperParameters,
         ending: Ending,
         seconds: float | None,
@@ -110,6 +114,7 @@ class Rounds:
         self._hyper, self._ending, self._seconds = hyper, ending, seconds
         self._recorder, self._listeners, self._use_average = recorder, listeners, use_average
         self.plan = rule.first_plan
+        self._wire = Wire(ring.size) if compression and ring.size > 1 else None
         delta = rule.payload == "delta"
         self.payload: DeltaPayload | GradientPayload
         if delta:
@@ -176,7 +181,8 @@ class Rounds:
         return bool(self._in_flight) or self.window.steps > 0
 
     def _open(self) -> Flight:
-        return self._ring.open(f"{self._name}.{self.launched % (self._rule.most_in_flight + 1)}")
+        flight = self._ring.open(f"{self._name}.{self.launched % (self._rule.most_in_flight + 1)}")
+        return flight if self._wire is None else self._wire.open(flight)
 
     def advance(self, *, joined_at: float | None = None, draining: bool = False, stepping: bool = False) -> None:
         """Launch the next round, landing an older one first if there would be too many in flight.
@@ -234,12 +240,17 @@ class Rounds:
         if contribution.present is not None:
             control.hyper_parameters[:] = self._hyper.read()
             control.has_gradient[:] = contribution.present
-        nbytes = self.payload.nbytes + control.tensor.nbytes
+        nbytes, uncompressed = self.payload.nbytes, flight
+        if isinstance(flight, WireFlight):
+            nbytes, uncompressed = flight.nbytes, flight.inner
+            slots[Slot.PEAK] = peak = flight.peak()
+            slots[Slot.WIDE] = flight.too_wide(peak)
         if self.statistics is not None:
             for tensor in self.statistics.pack(contributes):
-                flight.send(tensor)
+                uncompressed.send(tensor)
             nbytes += self.statistics.nbytes
-        flight.send(control.tensor)
+        uncompressed.send(control.tensor)
+        nbytes += control.tensor.nbytes
         flight.seal()
         self._in_flight.append(
             _InFlight(
@@ -266,6 +277,12 @@ class Rounds:
         sent = landed.totals  # what came with the buffers, also if the gradients are reduced again
         if landed.again:
             landed = self._reduce_again(oldest, landed)
+        elif landed.wide:
+            self._reduce_uncompressed(oldest)
+        elif isinstance(oldest.flight, WireFlight):
+            oldest.flight.unpack()
+        if self._wire is not None:
+            self._wire.learn(landed.slots[:, Slot.PEAK])
         now = clock.now()
         blocked = now - before
         self.blocked += blocked
@@ -328,8 +345,17 @@ class Rounds:
         flight.seal()
         flight.wait()
         oldest.contribution = contribution
-        oldest.nbytes *= 2
+        oldest.nbytes += self.payload.nbytes + control.tensor.nbytes
         return flight.once("landed", lambda: self._layout.read(control))
+
+    def _reduce_uncompressed(self, oldest: _InFlight) -> None:
+        """Reduce the payload of a round once more, as it is."""
+        flight = self._ring.open(f"{self._name}.again")
+        for tensor in oldest.contribution.tensors:
+            flight.send(tensor)
+        flight.seal()
+        flight.wait()
+        oldest.nbytes += self.payload.nbytes
 
     def land_all(self) -> None:
         """Land everything that is in flight."""
@@ -351,10 +377,13 @@ class Rounds:
     def save(self) -> dict[str, Any]:
         """State of this rank in tensors and plain values, local; waits for rounds that this rank has launched.
 
-        A round in flight is saved as the sum it becomes, so that it can be landed after a restart without the other ranks.
+        A round in flight is saved as the sum it becomes, so that it can be landed after a restart without the other ranks; or
+        as this rank's contribution, if all ranks have to reduce it again then.
         """
         for round in self._in_flight:
             round.flight.wait()
+            if isinstance(round.flight, WireFlight) and not self._layout.read(round.control).wide:
+                round.flight.unpack()
         return {
             "rule": str(self._rule),
             "rank": self._ring.rank,
@@ -364,6 +393,7 @@ class Rounds:
             "window": dataclasses.asdict(self.window),
             "plan": dataclasses.asdict(self.plan),
             "seconds left": self.seconds_left(),
+            "exponent": None if self._wire is None else self._wire.exponent,
             "ending": self._ending.save(),
             "payload": self.payload.save(),
             "statistics": None if self.statistics is None else self.statistics.save(),
@@ -398,6 +428,8 @@ class Rounds:
         self.window, self.plan = Window(**saved["window"]), Plan(**saved["plan"])
         left = saved["seconds left"]
         self._deadline = None if left is None else self._ring.clock.now() + left
+        if self._wire is not None:
+            self._wire.exponent = saved["exponent"]
         for place, round in enumerate(saved["in flight"]):
             control = self._layout.new(self._ring.rank)
             control.tensor.copy_(round["control"])
