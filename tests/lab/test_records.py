@@ -83,6 +83,7 @@ def test_a_summary_of_a_run_known_by_heart():
     assert summary.steps_per_second == pytest.approx(4 / 7.25)
     assert summary.limit_share == pytest.approx(4 / 7.25 / (1 / 1 + 1 / 3))
     assert summary.wait_share == pytest.approx([4 / 7.25, 0.0])
+    assert summary.idle_share == pytest.approx([5 / 7.25, 1 / 7.25])
     assert (summary.rounds, summary.steps, summary.samples) == (2, 4, 128.0)
     assert (summary.bytes_to_target, summary.nbytes) == (4000, 4000)
     assert (summary.longest_window_steps, summary.longest_window) == (1, 1.0)

@@ -145,6 +145,7 @@ class Row:
     steps_per_second: float | None = None
     limit_share: float | None = None
     wait_share: list[float] | None = None
+    idle_share: list[float] | None = None
     rounds: int | None = None
     samples: float | None = None
     bytes_to_target: int | None = None
@@ -439,6 +440,7 @@ def _row(job: TrainConfig, run: Run | None, at_edge: bool, baseline: float | Non
         steps_per_second=summary.steps_per_second,
         limit_share=summary.limit_share,
         wait_share=summary.wait_share,
+        idle_share=summary.idle_share,
         rounds=summary.rounds,
         samples=summary.samples,
         bytes_to_target=summary.bytes_to_target,

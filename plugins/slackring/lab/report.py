@@ -168,6 +168,7 @@ def print_run(run: Run, folder: str, console: Console) -> None:
             f"{summary.steps} of all ranks, {summary.steps_per_second:.1f}/s, {summary.limit_share:.2f} of the no-wait limit",
         ),
         ("wait by rank", " ".join(f"{share:.0%}" for share in summary.wait_share)),
+        ("idle by rank", " ".join(f"{share:.0%}" for share in summary.idle_share)),
         ("rounds", f"{summary.rounds}, {summary.nbytes / 1e6:.1f} MB{describe_compression(config)}"),
         *_staleness(run),
         (

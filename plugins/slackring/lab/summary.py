@@ -29,6 +29,8 @@ class Summary:
         injected time included).
     wait_share
         By rank: the share of the run in which the rank had nothing to compute because others were not ready.
+    idle_share
+        By rank: the share of the run in which the rank computed nothing, be it for others or for communication.
     rounds, steps, samples
         Of all ranks together.
     seconds
@@ -50,6 +52,7 @@ class Summary:
     steps_per_second: float
     limit_share: float
     wait_share: list[float]
+    idle_share: list[float]
     rounds: int
     steps: int
     samples: float
@@ -88,7 +91,8 @@ def summarise(
     split = split_blocked(rounds)
     ranks = sorted(set(rounds["rank"]) | set(steps["rank"]))
     # Draining after the last step is no longer training.
-    waits = split[split["launched"] <= seconds].groupby("rank")["waiting"].sum()
+    shares = split[split["launched"] <= seconds].groupby("rank")[["waiting", "blocked"]].sum() / (seconds or 1.0)
+    shares = shares.reindex(ranks, fill_value=0.0)
     windows = steps.groupby(["rank", "round"])["compute"].agg(["sum", "size"])
     reached = curve[curve["accuracy"] >= target]
     first = reached.iloc[0] if len(reached) else None
@@ -98,7 +102,8 @@ def summarise(
         final_accuracy=float(last["accuracy"]),
         steps_per_second=rate,
         limit_share=rate / limit if limit else 0.0,
-        wait_share=[float(waits.get(rank, 0.0)) / seconds if seconds else 0.0 for rank in ranks],
+        wait_share=shares["waiting"].tolist(),
+        idle_share=shares["blocked"].tolist(),
         rounds=int(rounds["round"].nunique()),
         steps=len(steps),
         samples=float(steps["samples"].sum()),
