@@ -171,10 +171,18 @@ def test_gossip_on_the_papers_graph_trains_and_more_rounds_agree_better() -> Non
     assert found[50] < found[5] / 10 < found[1] / 10
 
 
-def test_stale_gossip_on_the_papers_graph_trains() -> None:
-    nodes = anytime(graph=gossip.AMB_ICLR_10, rounds=5, straggler=EXPONENTIAL, communication_time=10.0, stale=True)
-    run = nodes.run(regression, np.zeros(5), epochs=200, lr=0.1)
-    assert np.linalg.norm(run.models - np.arange(1, 6), axis=1).max() < 0.2
+@pytest.mark.parametrize(("communication_time", "disagreement"), [(2.5, 1.7), (10.0, 2.7)])
+def test_stale_gossip_trains_and_nodes_do_not_drift_apart(communication_time: float, disagreement: float) -> None:
+    """Against nodes that wait. With gradients alone in messages the ratios are 3.2 and 3.5; with all of z 1.5 and 19000."""
+
+    def run(**settings: Any) -> gossip.GossipRun:
+        nodes = anytime(graph=gossip.AMB_ICLR_10, rounds=5, straggler=EXPONENTIAL, **settings)
+        return nodes.run(regression, np.zeros(5), epochs=300, lr=0.1)
+
+    stale, waiting = run(communication_time=communication_time, stale=True), run()
+    assert np.linalg.norm(stale.models - np.arange(1, 6), axis=1).max() < 0.1
+    found = [np.mean([epoch.disagreement for epoch in each.epochs[100:]]) for each in (stale, waiting)]
+    assert found[0] / found[1] < disagreement
 
 
 def test_as_many_rounds_as_fit() -> None:

@@ -76,14 +76,17 @@ class _Nodes:
         self._sums = np.zeros((len(weights), len(start)))
         self.models = np.tile(start, (len(weights), 1))
 
-    def land(self, gradients: Array, counts: Array) -> None:
-        """Average gradients that were weighted by counts, and move the models; nodes that no gradient reaches stay."""
-        # With several averages in flight, z in all of them would count gradients more than once.
-        base = np.zeros_like(self._sums) if self._staleness else self._sums
-        averages, totals = weighted_consensus(base + gradients, counts, self._weights, self._rounds)
+    def send(self, gradients: Array, counts: Array) -> tuple[Array, Array, Array]:
+        """What leaves at the end of an epoch: the part of z that is sent, that part with the gradients, and the counts."""
+        part = self._sums / (self._staleness + 1)
+        return part, part + gradients, counts
+
+    def land(self, part: Array, message: Array, counts: Array) -> None:
+        """Replace what was sent by its average, and move the models; nodes that no sample has reached stay."""
+        averages, totals = weighted_consensus(message, counts, self._weights, self._rounds)
         heard = totals > 0
         self._updates[heard] += 1
-        self._sums = np.where(heard[:, None], self._sums - base + averages, self._sums)
+        self._sums = np.where(heard[:, None], self._sums - part + averages, self._sums)
         strength = [regularisation(updates + 1, self._growth, self._staleness) for updates in self._updates.tolist()]
         moved = self._start - self._lr * self._sums / np.array(strength)[:, None]
         self.models = np.where(heard[:, None], moved, self.models)
@@ -186,7 +189,7 @@ class _Gossip(ABC):
         weights = metropolis_weights(self.graph, lazy=self.lazy)
         nodes = _Nodes(np.array(start, dtype=np.float64), weights, self._rounds, lr, growth, self.staleness)
         generators = [np.random.default_rng(seed) for seed in np.random.SeedSequence(self.seed).spawn(n)]
-        in_flight: deque[tuple[Array, Array]] = deque()
+        in_flight: deque[tuple[Array, Array, Array]] = deque()
         done: list[Epoch] = []
         seconds = 0.0
         for number in range(epochs + self.staleness):
@@ -198,12 +201,11 @@ class _Gossip(ABC):
                 gradients = np.zeros_like(nodes.models)
                 for node in np.flatnonzero(counts).tolist():
                     gradients[node] = gradient(node, nodes.models[node].copy(), int(counts[node]), generators[node])
-                in_flight.append((gradients, counts))
+                in_flight.append(nodes.send(gradients, counts))
             if number >= self.staleness:
-                gradients, counts = in_flight.popleft()
-                nodes.land(gradients, counts)
-                batches = tuple(map(int, counts))
-                done.append(Epoch(len(done) + 1, seconds, batches, nodes.disagreement()))
+                part, message, counts = in_flight.popleft()
+                nodes.land(part, message, counts)
+                done.append(Epoch(len(done) + 1, seconds, tuple(map(int, counts)), nodes.disagreement()))
                 on_epoch(done[-1], nodes.models)
         return GossipRun(nodes.models, tuple(done))
 
@@ -222,9 +224,13 @@ class AnytimeMinibatch(_Gossip):
     "Anytime Minibatch" (ICLR 2019, arXiv 2006.05752). An epoch takes ``compute_time + communication_time``, whoever is slow.
 
     With `stale`, nodes go on computing while they average ("Anytime Minibatch with Delayed Gradients", arXiv 2012.08616): an
-    epoch takes ``compute_time``, and its average lands ``staleness`` epochs later. Several averages are then on their way
-    at once, so each is of one epoch's gradients alone: ``z_i <- z_i + average_i(g(t - staleness))``. (How that paper does it on
-    a graph is not known to us; where averages are exact, it is the same.)
+    epoch takes ``compute_time``, and its average lands tau = `staleness` epochs later. Several averages are then on their way
+    at once, so a node sends, and replaces by the average, one part in tau + 1 of its z. With s the epoch that lands::
+
+        z_i <- z_i + average_i(z(s) / (tau + 1) + g(s)) - z_i(s) / (tau + 1)
+
+    Where averages are exact, this is the paper's update; how the paper does it on a graph is not known to us. Had all of z been
+    sent each time, what nodes disagree on would grow for tau > 1; had none been sent, it would add up.
 
     Parameters
     ----------
