@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from slackring.gossip.consensus import consensus, weighted_consensus
 from slackring.gossip.graphs import AMB_ICLR_10, Graph, complete, convergence_factor, metropolis_weights, ring
+from slackring.gossip.modules import module_gradient
 from slackring.gossip.training import AnytimeMinibatch, Epoch, FixedMinibatch, GossipRun
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "consensus",
     "convergence_factor",
     "metropolis_weights",
+    "module_gradient",
     "ring",
     "weighted_consensus",
 ]
