@@ -17,7 +17,7 @@ from slackring.spec import render
 __all__ = ["Compensation", "Payload", "Plan", "Rule", "Seen", "Weighting"]
 
 Payload = Literal["gradient", "delta"]
-Weighting = Literal["steps", "ranks", "samples"]
+Weighting = Literal["steps", "ranks", "samples", "sum"]
 Compensation = float | Literal["auto"]
 
 
@@ -137,7 +137,10 @@ class Rule(ABC):
 
     @property
     def weighting(self) -> Weighting:
-        """What counts alike in an averaged delta: local steps, ranks or samples. Gradients are always weighted by samples."""
+        """What counts alike in an averaged delta: local steps, ranks or samples; "sum" adds deltas up.
+
+        Gradients are always weighted by samples.
+        """
         return "steps"
 
     def __post_init__(self) -> None:
@@ -152,8 +155,10 @@ class Rule(ABC):
         payload, staleness, compensation, trigger = self.payload, self.staleness, self.compensation, self.trigger
         if payload not in ("gradient", "delta"):
             raise RuleError(f"rule {self.name!r}: payload is 'gradient' or 'delta', not {payload!r}.")
-        if self.weighting not in ("steps", "ranks", "samples"):
-            raise RuleError(f"rule {self.name!r}: weighting is 'steps', 'ranks' or 'samples', not {self.weighting!r}.")
+        if self.weighting not in ("steps", "ranks", "samples", "sum"):
+            raise RuleError(
+                f"rule {self.name!r}: weighting is 'steps', 'ranks', 'samples' or 'sum', not {self.weighting!r}."
+            )
         if staleness < 0:
             raise RuleError(f"rule {self.name!r}: staleness is 0 or more, not {staleness}.")
         if compensation != "auto" and not (isinstance(compensation, (int, float)) and math.isfinite(compensation)):
@@ -165,6 +170,11 @@ class Rule(ABC):
             )
         if payload == "gradient" and self.weighting != "steps":
             raise RuleError(f"rule {self.name!r}: gradients are weighted by samples; weighting= is for deltas.")
+        if self.weighting == "sum" and compensation == "auto":
+            raise RuleError(
+                f"rule {self.name!r}: weighting=sum keeps every rank's work whole, so there is no share of it to measure; "
+                "give compensation= as a number."
+            )
         if staleness == 0 and compensation != 0:
             raise RuleError(
                 f"rule {self.name!r}: with staleness 0 every rank's work is in the anchor when it merges, so there is "

@@ -186,7 +186,8 @@ class Relaxed(Rule):
     weighting
         What counts alike in an averaged delta (m training ranks, K local steps, b samples a step, means with a bar):
         ``"steps"``: ``mean(delta)``; ``"ranks"``: ``K_bar / m * sum(delta_i / K_i)``;
-        ``"samples"``: ``1 / (m * b_bar) * sum(b_i * delta_i)``.
+        ``"samples"``: ``1 / (m * b_bar) * sum(b_i * delta_i)``; ``"sum"``: ``sum(delta_i)``, as on a parameter server that
+        applies whatever comes, which wants a learning rate m times smaller.
 
     Examples
     --------

@@ -44,7 +44,7 @@ def delta_factor(weighting: Weighting, steps: int, samples: float) -> float:
     >>> delta_factor("ranks", steps=4, samples=128)
     0.25
     """
-    if weighting == "steps" or steps == 0:
+    if weighting in ("steps", "sum") or steps == 0:
         return 1.0
     return 1.0 / steps if weighting == "ranks" else samples / steps
 
@@ -57,8 +57,8 @@ def delta_divisor(weighting: Weighting, totals: Totals) -> float:
     >>> delta_divisor("ranks", Totals(steps=10, samples=320, contributors=2, training=4))
     0.8
     """
-    if totals.contributors == 0 or (weighting == "samples" and totals.samples == 0):
-        return 1.0  # the sum is zero
+    if weighting == "sum" or totals.contributors == 0 or (weighting == "samples" and totals.samples == 0):
+        return 1.0  # the last two: the sum is zero
     if weighting == "steps":
         return float(max(totals.training, 1))
     if weighting == "ranks":

@@ -271,14 +271,15 @@ def _deltas_are_conserved(rule: Rule, diaries: Sequence[Diary]) -> None:
         if not deltas or (rule.weighting == "samples" and not sum(samples)):
             continue
         mean_steps = sum(steps) / len(steps)
-        if rule.weighting == "steps":
+        if rule.weighting in ("steps", "sum"):
             weights = [1.0] * len(steps)
         elif rule.weighting == "ranks":
             weights = [mean_steps / k for k in steps]
         else:
             mean_samples = sum(samples) / sum(steps)
             weights = [b / k / mean_samples for b, k in zip(samples, steps, strict=True)]
-        moved += sum(w * d for w, d in zip(weights, deltas, strict=True)) / record.training
+        divisor = 1 if rule.weighting == "sum" else record.training
+        moved += sum(w * d for w, d in zip(weights, deltas, strict=True)) / divisor
     first, last = np.array(diaries[0].first), np.array(diaries[0].last)
     _close((last - first).tolist(), moved.tolist(), "the anchor did not move by the sum of the averaged deltas")
 
