@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slackring.optim.progress import Budget, Progress
     from slackring.ring.collectives import allreduce, barrier, broadcast
     from slackring.ring.network import Network
-    from slackring.rules import BSP, LOSP, OSP, AnytimeMinibatch, CoCoD, LocalSGD, Relaxed, Rule, parse_rule
+    from slackring.rules import BSP, LOSP, OSP, AnytimeMinibatch, CoCoD, ElasticBSP, LocalSGD, Relaxed, Rule, parse_rule
     from slackring.server.server import ParameterServer
 
 
@@ -33,6 +33,7 @@ __all__ = [
     "Budget",
     "CoCoD",
     "DistributedOptimizer",
+    "ElasticBSP",
     "LocalSGD",
     "Network",
     "ParameterServer",
@@ -59,7 +60,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "rules": ("BSP", "LOSP", "OSP", "AnytimeMinibatch", "CoCoD", "LocalSGD", "Relaxed", "Rule", "parse_rule"),
+    "rules": (
+        "BSP",
+        "LOSP",
+        "OSP",
+        "AnytimeMinibatch",
+        "CoCoD",
+        "ElasticBSP",
+        "LocalSGD",
+        "Relaxed",
+        "Rule",
+        "parse_rule",
+    ),
     "optim.optimizer": ("DistributedOptimizer", "RelaxedOptimizer"),
     "optim.progress": ("Budget", "Progress"),
     "ring.collectives": ("allreduce", "barrier", "broadcast"),

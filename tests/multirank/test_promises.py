@@ -17,6 +17,8 @@ RULES = (
     "cocod:steps=2,weighting=samples",
     "anytime:compute_time=0.005",
     "anytime:compute_time=0.003,staleness=auto,communication_time=0.005",
+    "elastic_bsp",
+    "elastic_bsp:objective=rate,payload=gradient",
     "relaxed:payload=gradient,staleness=2,k_max=4",
     "relaxed:steps=2,staleness=3,compensation=0.5,weighting=ranks",
 )

@@ -24,6 +24,8 @@ RULES = [
     "relaxed:steps=2,staleness=1,compensation=auto",
     "relaxed:steps=2,staleness=3,compensation=0.5",
     "losp",
+    "elastic_bsp",
+    "elastic_bsp:payload=gradient,smoothing=0.5",
 ]
 STEPS = 23
 

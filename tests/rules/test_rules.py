@@ -18,7 +18,7 @@ from slackring.rules.weighting import Totals, delta_divisor, delta_factor
 
 counts = st.integers(1, 1000)
 compensations = st.just("auto") | st.floats(-2, 2).map(float)
-weightings = st.sampled_from(["steps", "ranks", "samples"])
+weightings = st.sampled_from(["steps", "ranks", "samples", "sum"])
 
 
 @st.composite
@@ -29,7 +29,11 @@ def windows_of(draw: st.DrawFn) -> tuple[int, int]:
 @st.composite
 def any_rule(draw: st.DrawFn) -> Rule:
     k_min, k_max = draw(windows_of())
-    name = draw(st.sampled_from(["bsp", "local_sgd", "osp", "losp", "cocod", "relaxed delta", "relaxed gradient"]))
+    name = draw(
+        st.sampled_from(
+            ["bsp", "local_sgd", "osp", "losp", "cocod", "elastic_bsp", "relaxed delta", "relaxed gradient"]
+        )
+    )
     if name == "bsp":
         return sr.BSP(draw(counts))
     if name == "local_sgd":
@@ -37,16 +41,30 @@ def any_rule(draw: st.DrawFn) -> Rule:
     if name == "osp":
         return sr.OSP(k_min, k_max, draw(weightings))
     if name == "losp":
-        return sr.LOSP(k_min, k_max, draw(weightings), draw(compensations))
+        weighting = draw(weightings)
+        return sr.LOSP(k_min, k_max, weighting, draw(compensations.filter(lambda c: (weighting, c) != ("sum", "auto"))))
     if name == "cocod":
         return sr.CoCoD(draw(counts), draw(weightings))
+    if name == "elastic_bsp":
+        return draw(
+            st.builds(
+                sr.ElasticBSP,
+                lookahead=counts,
+                objective=st.sampled_from(["gap", "rate"]),
+                smoothing=st.floats(0, 0.9),
+                resolution=st.none() | st.floats(1e-6, 10),
+                minimum_gain=st.floats(0, 0.9),
+                weighting=weightings,
+            )
+        )
     staleness = draw(st.integers(0, 5))
     fixed = staleness == 0 or draw(st.booleans())
     bounds = {"steps": draw(counts)} if fixed else {"k_min": k_min, "k_max": k_max}
     if name == "relaxed gradient":
         return sr.Relaxed(payload="gradient", staleness=staleness, **bounds)
     compensation = draw(compensations) if staleness else 0.0
-    return sr.Relaxed(staleness=staleness, compensation=compensation, weighting=draw(weightings), **bounds)
+    weighting = "ranks" if compensation == "auto" else draw(weightings)
+    return sr.Relaxed(staleness=staleness, compensation=compensation, weighting=weighting, **bounds)
 
 
 # -- text ------------------------------------------------------------------------------------------------------------------
@@ -82,7 +100,7 @@ def test_short_texts() -> None:
         ("losp:kmax=3", "did you mean 'k_max'?"),
         ("losp:k_max=many", "k_max='many' is not a whole number"),
         ("losp:compensation=lots", "compensation='lots' is not a number or 'auto'"),
-        ("osp:weighting=size", "weighting='size' is not 'steps' or 'ranks' or 'samples'"),
+        ("osp:weighting=size", "weighting='size' is not 'steps' or 'ranks' or 'samples' or 'sum'"),
         ("osp:compensation=1", "rule 'osp' has no option 'compensation'"),
     ],
 )
@@ -107,6 +125,7 @@ def test_a_wrong_text_is_told_with_the_nearest_name(text: str, words: str) -> No
         ("losp:compensation=inf", "a finite number or 'auto'"),
         ("relaxed:steps=1,payload=gradient,staleness=1,compensation=0.5", "gradients have no compensation"),
         ("relaxed:steps=1,payload=gradient,weighting=ranks", "gradients are weighted by samples"),
+        ("losp:compensation=auto,weighting=sum", "no share of it to measure"),
         ("relaxed:steps=1,compensation=1", "nothing to compensate"),
         ("relaxed", "the ring is always free"),
         ("relaxed:steps=1,staleness=-1", "staleness is 0 or more"),
@@ -196,7 +215,7 @@ def test_a_rule_of_ones_own_is_found_by_its_entry_point_and_keeps_the_promises(m
 
 def test_entry_points_of_other_groups_are_no_rules() -> None:
     assert importlib.metadata.entry_points(group="slackring.rules") == ()
-    assert set(rules()) == {"anytime", "bsp", "local_sgd", "osp", "losp", "cocod", "relaxed"}
+    assert set(rules()) == {"bsp", "local_sgd", "osp", "losp", "cocod", "elastic_bsp", "anytime", "relaxed"}
 
 
 @pytest.mark.parametrize("choice", ["payload", "weighting"])
@@ -254,18 +273,19 @@ def test_averages_of_deltas(weighting: str, windows: list[tuple[int, int, float]
         "steps": sum(delta for *_, delta in sent) / training,
         "ranks": mean_steps / training * sum(delta / k for k, _, delta in sent),
         "samples": sum(s / k * delta for k, s, delta in sent) / (training * mean_samples),
+        "sum": sum(delta for *_, delta in sent),
     }[weighting]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@given(weightings, counts, counts, st.floats(-10, 10), counts)
-def test_equal_windows_weigh_alike_in_every_weighting(weighting: str, k: int, b: int, delta: float, ranks: int) -> None:
+@given(st.sampled_from(["steps", "ranks", "samples"]), counts, counts, st.floats(-10, 10), counts)
+def test_equal_windows_weigh_alike_in_every_average(weighting: str, k: int, b: int, delta: float, ranks: int) -> None:
     totals = Totals(k * ranks, b * k * ranks, ranks, ranks)
     total = ranks * delta_factor(weighting, k, b * k) * delta  # type: ignore[arg-type]
     assert total / delta_divisor(weighting, totals) == pytest.approx(delta)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("weighting", ["steps", "ranks", "samples"])
+@pytest.mark.parametrize("weighting", ["steps", "ranks", "samples", "sum"])
 def test_a_round_in_which_nobody_has_anything_divides_by_one(weighting: str) -> None:
     empty = Totals(steps=0, samples=0, contributors=0, training=0)
     assert delta_divisor(weighting, empty) == 1  # type: ignore[arg-type]

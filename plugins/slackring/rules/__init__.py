@@ -2,6 +2,7 @@
 
 from slackring.rules.anytime import AnytimeMinibatch
 from slackring.rules.base import Compensation, Payload, Plan, Rule, Seen, Weighting
+from slackring.rules.elastic import ElasticBSP
 from slackring.rules.named import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed
 from slackring.rules.text import parse_rule, parse_rules, rules
 from slackring.rules.triggers import Deadline, Every, Moment, Planned, Trigger, WhenFree
@@ -14,6 +15,7 @@ __all__ = [
     "CoCoD",
     "Compensation",
     "Deadline",
+    "ElasticBSP",
     "Every",
     "LocalSGD",
     "Moment",

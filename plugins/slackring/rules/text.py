@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from slackring.errors import RuleError
 from slackring.rules.anytime import AnytimeMinibatch
 from slackring.rules.base import Rule
+from slackring.rules.elastic import ElasticBSP
 from slackring.rules.named import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed
 from slackring.spec import parse
 
@@ -18,7 +19,7 @@ _GROUP = "slackring.rules"
 def rules() -> dict[str, type[Rule]]:
     """All rules by text name: the built-in ones, and those announced by entry points in the group ``slackring.rules``."""
     found: dict[str, type[Rule]] = {
-        rule.name: rule for rule in (BSP, LocalSGD, OSP, LOSP, CoCoD, AnytimeMinibatch, Relaxed)
+        rule.name: rule for rule in (BSP, LocalSGD, OSP, LOSP, CoCoD, ElasticBSP, AnytimeMinibatch, Relaxed)
     }
     for point in entry_points(group=_GROUP):
         found.setdefault(point.name, point.load())
