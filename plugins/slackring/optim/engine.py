@@ -25,6 +25,8 @@ from slackring.rules import Rule
 
 __all__ = ["Engine"]
 
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
 
 class Engine:
     """Carries out a rule for one optimizer on one rank.
@@ -83,6 +85,7 @@ class Engine:
         self._overriding: AbstractContextManager[None] = nullcontext()
         self._saved: dict[str, Any] | None = None  # a checkpoint to go on from
         self._listeners: list[Callable[[LandedRound], object]] = []
+        _engines.add(self)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -199,6 +202,8 @@ class Engine:
                 f"the ranks agreed to stop after round {self._ending.last}; leave the loop once optimizer.progress.stop is true."
             )
         self._refuse_outside_changes()
+        if self.settled:
+            self._refuse_a_second_optimizer()
         self.settled = False
         clock = self.ring.clock
         entered = clock.now()
@@ -331,6 +336,18 @@ class Engine:
                 raise UnsupportedError(
                     f"parameter {self._names[place]!r} was changed outside the optimizer since its last step; after changing "
                     "parameters on every rank, call optimizer.reset_anchor()."
+                )
+
+    def _refuse_a_second_optimizer(self) -> None:
+        """Refuse what must hang: some ranks would wait in this optimizer's rounds, and others in the other one's."""
+        for other in _engines:
+            unsettled = other.ring is self.ring and not (other.settled or other.progress.stop)
+            rule = next((engine.rule for engine in (self, other) if engine._trigger.by_rank), None)
+            if other is not self and unsettled and rule is not None:
+                raise UnsupportedError(
+                    f"another optimizer of this process has open rounds, and under rule {str(rule)!r} ranks take different "
+                    "numbers of steps between rounds, so that they would wait for each other for ever; train everything with "
+                    "one optimizer (parameter groups), drain() the other one first, or use a rule like bsp or local_sgd."
                 )
 
     def _step_on_average(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from slackring.errors import RuleError
 
@@ -39,7 +39,15 @@ class Moment(NamedTuple):
 
 
 class Trigger(ABC):
-    """Decides, after a local step, whether the window closes."""
+    """Decides, after a local step, whether the window closes.
+
+    Attributes
+    ----------
+    by_rank
+        Whether ranks take different numbers of local steps until they wait for each other.
+    """
+
+    by_rank: ClassVar[bool] = False
 
     @abstractmethod
     def closes(self, moment: Moment) -> bool:
@@ -77,6 +85,8 @@ class Planned(Trigger):
     [False, True]
     """
 
+    by_rank: ClassVar[bool] = True
+
     def closes(self, moment: Moment) -> bool:
         """Whether the planned steps have been reached."""
         return moment.steps >= moment.planned
@@ -99,6 +109,7 @@ class Deadline(Trigger):
     (False, True)
     """
 
+    by_rank: ClassVar[bool] = True
     overshoot: bool = True
 
     def closes(self, moment: Moment) -> bool:
