@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from slackring.errors import SpecError
 
-__all__ = ["nearest", "parse", "render"]
+__all__ = ["nearest", "parse", "parse_options", "render"]
 
 T = TypeVar("T")
 
@@ -68,30 +68,51 @@ def parse(text: str, registry: Mapping[str, type[T]], *, kind: str, error: type[
     name = name.strip()
     if name not in registry:
         raise error(f"there is no {kind} named {name!r}; {nearest(name, registry)}.")
-    cls = registry[name]
+    return parse_options(rest, registry[name], what=f"{kind} {name!r}", error=error)
+
+
+def parse_options(text: str, cls: type[T], *, what: str, error: type[SpecError] = SpecError) -> T:
+    """Read what follows a name: the fields of its dataclass that differ from their defaults.
+
+    Parameters
+    ----------
+    text
+        Such as ``compensation=0.5,k_max=64``.
+    cls
+        The dataclass.
+    what
+        What the error messages begin with.
+    error
+        The class of error to raise.
+
+    Raises
+    ------
+    SpecError
+        For an unknown key (with the nearest valid one) and for a malformed value.
+    """
     hints = typing.get_type_hints(cls)
     fields = {f.name for f in dataclasses.fields(typing.cast(Any, cls)) if f.init}
     values: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in rest.split(","))):
+    for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise error(f"{kind} {text!r}: {part!r} is not of the form key=value.")
+            raise error(f"{what}: {part!r} is not of the form key=value.")
         if key not in fields:
             known = f"{nearest(key, fields)}" if fields else "it takes none"
-            raise error(f"{kind} {name!r} has no option {key!r}; {known}.")
+            raise error(f"{what} has no option {key!r}; {known}.")
         if key in values:
-            raise error(f"{kind} {text!r}: the option {key!r} is given twice.")
+            raise error(f"{what}: the option {key!r} is given twice.")
         try:
             values[key] = _convert(value, hints[key])
         except ValueError as exc:
-            raise error(f"{kind} {name!r}: {key}={value!r} is not {exc}.") from None
+            raise error(f"{what}: {key}={value!r} is not {exc}.") from None
     missing = [
         f.name
         for f in dataclasses.fields(typing.cast(Any, cls))
         if f.init and f.name not in values and f.default is f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise error(f"{kind} {name!r} needs {', '.join(f'{m}=' for m in missing)}.")
+        raise error(f"{what} needs {', '.join(f'{m}=' for m in missing)}.")
     return cls(**values)
 
 

@@ -46,8 +46,8 @@ def test_none_is_no_network() -> None:
         ("bandwidth=0", "above 0"),
         ("bandwidth=nan", "above 0"),
         ("latency=fast", "is not a number"),
-        ("lateny=1", "did you mean 'latency'"),
-        ("0.1", "not of the form key=value"),
+        ("lateny=1", "^network has no option 'lateny'; did you mean 'latency'"),
+        ("0.1", r"^network: '0\.1' is not of the form key=value\.$"),
     ],
 )
 def test_a_network_that_cannot_be_is_refused(text: str, words: str) -> None:

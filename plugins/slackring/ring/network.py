@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slackring.errors import SpecError
-from slackring.spec import parse, render
+from slackring.spec import parse_options, render
 
 __all__ = ["Network", "parse_network"]
 
@@ -55,4 +55,4 @@ def parse_network(text: str) -> Network | None:
     """
     if text.strip().lower() in ("", "none"):
         return None
-    return parse(f"network:{text}", {"network": Network}, kind="option")
+    return parse_options(text, Network, what="network")
