@@ -43,6 +43,13 @@ def test_what_cannot_be_is_refused_in_one_line(values, error, told):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["losp", "losp:", " losp:k_max=64 ", "losp:k_max=64,k_min=1"])
+def test_one_rule_has_one_text(text):
+    config = TrainConfig(rule=text, seconds=1.0)
+    assert config == TrainConfig(rule="losp", seconds=1.0)
+    assert config.to_json()["rule"] == "losp"
+
+
 def test_gradient_rules_take_the_lr_times_the_ranks():
     assert TrainConfig(rule="bsp", seconds=1.0).with_lr(4).lr == pytest.approx(4 * SINGLE_RANK_LR)
     assert TrainConfig(rule="losp", seconds=1.0).with_lr(4).lr == SINGLE_RANK_LR

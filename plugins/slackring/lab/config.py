@@ -86,6 +86,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         rule = parse_choice(self.rule)
+        object.__setattr__(self, "rule", str(rule))
         parse_straggler(self.straggler)
         parse_network(self.network)
         if read_compression(self.compression) and isinstance(rule, Policy):
