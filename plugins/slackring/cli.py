@@ -300,7 +300,7 @@ def fuzz(rules: str, seed: int, count: int, as_json: bool) -> None:
 
     \b
     Example:
-      slackring fuzz --rule bsp,losp --count 10000
+      slackring fuzz --rule bsp,losp --seed 7
     """
     import logging
 

@@ -173,7 +173,8 @@ def print_run(run: Run, folder: str, console: Console) -> None:
         *_staleness(run),
         (
             "longest window",
-            f"{summary.longest_window_steps} local steps, {summary.longest_window:.1f} of the slowest rank's steps",
+            f"{summary.longest_window_steps} local step{'' if summary.longest_window_steps == 1 else 's'}, "
+            f"{summary.longest_window:.1f} of the slowest rank's steps",
         ),
         ("run", folder),
     ):
