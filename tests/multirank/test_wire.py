@@ -92,3 +92,42 @@ def test_compression_and_16_bits_over_torch(torch_ranks, rule):
     check_narrow(torch_ranks(2), rule, torch.bfloat16)
     if "losp" not in rule:
         check_growth(torch_ranks(2), rule)
+
+
+def where_sums_are_made():
+    ring = ambient()
+    return tuple(ring.reduces(torch.device(kind)) for kind in ("cpu", "cuda", "mps"))
+
+
+def test_horovod_sums_on_a_gpu_only_with_nccl(ranks):
+    hvd = pytest.importorskip("horovod.torch")
+    assert ranks(2).run(where_sums_are_made) == [(True, bool(hvd.nccl_built()), False)] * 2
+
+
+def test_torch_sums_where_its_group_has_a_backend(torch_ranks):
+    """Gloo takes tensors on a GPU, too."""
+    assert torch_ranks(2).run(where_sums_are_made) == [(True, True, False)] * 2
+
+
+def train_on_the_gpu(rule):
+    """Ranks that share a GPU, with sums on the CPU unless the ring can do better."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3).cuda()
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8, device="cuda")).square().mean().backward()
+        optimizer.step(samples=4)
+    optimizer.join()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_model_on_a_gpu_with_a_horovod_that_knows_none(ranks, rule):
+    hvd = pytest.importorskip("horovod.torch")
+    if hvd.nccl_built():
+        pytest.skip("NCCL refuses two ranks on one GPU")
+    one, two = ranks(2).run(train_on_the_gpu, rule)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))

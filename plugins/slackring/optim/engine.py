@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from slackring.errors import StoppedError, UnsupportedError
 from slackring.optim.agreement import agree
 from slackring.optim.ending import Ending
+from slackring.optim.fence import Fence
 from slackring.optim.flat import digest
 from slackring.optim.gradient import GradientPayload
 from slackring.optim.hyper import HyperParameters
@@ -43,6 +44,8 @@ class Engine:
         Floating model buffers to average.
     compression
         "fp16" or None.
+    device
+        Where flat buffers lie; None is beside what they hold.
     max_grad_norm, budget, recorder
         As in :func:`slackring.DistributedOptimizer`.
     """
@@ -56,6 +59,7 @@ class Engine:
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
         compression: str | None,
+        device: torch.device | None,
         max_grad_norm: float | None,
         budget: Budget | None,
         recorder: Recorder | None,
@@ -64,7 +68,7 @@ class Engine:
         # Weakly, since the optimizer holds the engine: dropping it frees both at once, on all ranks alike.
         self._weak_optimizer = weakref.ref(optimizer)
         self._names, self._parameters = list(names), list(parameters)
-        self._compression = compression
+        self._compression, self._device = compression, device
         self._max_grad_norm, self._budget, self._recorder = max_grad_norm, budget or Budget(), recorder
         self._name = f"slackring.{ring.claim(self)}"
         self._trigger = rule.trigger
@@ -100,6 +104,7 @@ class Engine:
         """Take the anchor and check that all ranks agree; collective, once."""
         self._hyper = HyperParameters(self._optimizer)
         agree(self.ring, self._facts(), f"{self._name}.agree")
+        self._fence = Fence(self._parameters)
         self._rounds = Rounds(
             self.rule,
             self.ring,
@@ -108,6 +113,7 @@ class Engine:
             self._parameters,
             self._buffers,
             compression=self._compression,
+            device=self._device,
             hyper=self._hyper,
             ending=self._ending,
             seconds=self._budget.seconds,
@@ -206,6 +212,7 @@ class Engine:
             self._refuse_a_second_optimizer()
         self.settled = False
         clock = self.ring.clock
+        self._fence.cross()
         entered = clock.now()
         self._step_start = entered if self._mark is None else self._mark
         self._injected, interrupted = self._lengthen(entered)

@@ -5,7 +5,7 @@ Tensors of 16 bits lie in buffers of float32: Horovod sums no bfloat16, and an a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -27,14 +27,23 @@ class FlatSpace:
     ----------
     tensors
         The tensors whose shapes, dtypes and devices decide the layout; they lie in the buffers in this order.
+    device
+        Where the buffers lie; None is beside the tensors. Away from a GPU they lie in pinned memory.
+
+    Attributes
+    ----------
+    away : bool
+        Whether some buffers lie on another device than their tensors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> None:
+        self.away = device is not None and any(tensor.device != device for tensor in tensors)
+        self._streams = {tensor.device for tensor in tensors if self.away and tensor.is_cuda}
         self._shapes = [tensor.shape for tensor in tensors]
         self._members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
             dtype = torch.promote_types(tensor.dtype, torch.float32)
-            self._members.setdefault((dtype, tensor.device), []).append(index)
+            self._members.setdefault((dtype, device or tensor.device), []).append(index)
 
     @property
     def nbytes(self) -> int:
@@ -49,11 +58,11 @@ class FlatSpace:
         flats, views = [], [torch.empty(0)] * len(self._shapes)
         for (dtype, device), members in self._members.items():
             sizes = [self._shapes[i].numel() for i in members]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device, pin_memory=bool(self._streams))
             flats.append(flat)
             for index, part in zip(members, torch.split(flat, sizes), strict=True):
                 views[index] = part.view(self._shapes[index])
-        return FlatBuffers(flats, views)
+        return FlatBuffers(flats, views, self._streams)
 
     def slices(self, limit: int) -> list[tuple[int, int, int, list[int]]]:
         """Cut the buffers into buckets of at most `limit` bytes (a tensor is never cut).
@@ -90,18 +99,32 @@ class FlatBuffers:
         In the order and with the shapes of the tensors.
     """
 
-    def __init__(self, flats: list[Tensor], views: list[Tensor]) -> None:
-        self.flats, self.views = flats, views
+    def __init__(self, flats: list[Tensor], views: list[Tensor], streams: Collection[torch.device] = ()) -> None:
+        self.flats, self.views, self._streams = flats, views, streams
+
+    def transfer(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy between views and the tensors they are for; on return the CPU may read and write its side."""
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=bool(self._streams))
+        for device in self._streams:
+            torch.cuda.current_stream(device).synchronize()
+
+    def gather(self, places: Sequence[int], tensors: list[Tensor], scale: float) -> None:
+        """Add `scale` times the tensors of some places."""
+        views = [self.views[place] for place in places]
+        if not views:
+            return
+        if tensors[0].device != views[0].device:
+            tensors = [tensor.to(view.device) for tensor, view in zip(tensors, views, strict=True)]
+        torch._foreach_add_(views, tensors, alpha=scale)
 
     def load(self, tensors: list[Tensor]) -> None:
         """Copy the tensors in."""
-        if tensors:
-            torch._foreach_copy_(self.views, tensors)
+        self.transfer(self.views, tensors)
 
     def store(self, tensors: list[Tensor]) -> None:
         """Copy into the tensors, rounded where they are narrower."""
-        if tensors:
-            torch._foreach_copy_(tensors, self.views)
+        self.transfer(tensors, self.views)
 
     def copy_(self, other: FlatBuffers) -> None:
         """Copy another set."""

@@ -35,15 +35,25 @@ class GradientPayload(Payload):
     open_flight
         Opens the next round; given if every window is one local step and nothing is in flight while a rank computes, so that
         communication can overlap the backward pass. Else None.
+    device
+        Where sums lie; None is beside the parameters. Elsewhere nothing overlaps the backward pass, which would have to wait
+        for copies.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], size: int, open_flight: Callable[[], Flight] | None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        size: int,
+        open_flight: Callable[[], Flight] | None,
+        device: torch.device | None = None,
+    ) -> None:
         self._model, self._size = parameters, size
         # Backward passes reach the last layers first, so these lie in the first buckets.
         self._parameters = list(parameters)[::-1]
-        self._space = FlatSpace(self._parameters)
+        self._space = FlatSpace(self._parameters, device)
+        self._synchronous = open_flight is not None
         self.nbytes = self._space.nbytes
-        self._buckets = self._space.slices(_BUCKET_BYTES if open_flight else _ONE_BUCKET)
+        self._buckets = self._space.slices(_BUCKET_BYTES if self._synchronous else _ONE_BUCKET)
         self._free: list[FlatBuffers] = []
         self._filling: FlatBuffers | None = None
         self._present = [False] * len(parameters)
@@ -51,7 +61,9 @@ class GradientPayload(Payload):
         self._average: FlatBuffers | None = None
         self._average_present: list[bool] = []
         self._overlap = (
-            BackwardOverlap(self._parameters, self._buckets, self._take, open_flight) if open_flight else None
+            BackwardOverlap(self._parameters, self._buckets, self._take, open_flight)
+            if open_flight and not self._space.away
+            else None
         )
 
     @property
@@ -79,19 +91,17 @@ class GradientPayload(Payload):
         present = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         first = self._filling is None
         buffers = self._filling = self._filling or self._take()
-        views = buffers.views
         with torch.no_grad():
-            if first and len(grads) == len(views):
+            if first and len(grads) == len(self._parameters):
                 self._refuse_sparse(grads)
-                torch._foreach_copy_(views, grads)
+                buffers.load(grads)
                 self._weight = samples
             else:
                 if first:
                     self._refuse_sparse(grads)
                     buffers.zero_()
                 self._scale_first_micro_batch()
-                if present:
-                    torch._foreach_add_([views[i] for i in present], grads, alpha=samples)
+                buffers.gather(present, grads, samples)
         for index in present:
             self._present[index] = True
 
@@ -124,13 +134,13 @@ class GradientPayload(Payload):
         buffers, samples = contribution.buffers, landed.totals.samples
         self.discard(contribution)
         # With one step a window all ranks skip together, as synchronous training does; longer windows go on with the rest.
-        if samples <= 0 or (self._overlap is not None and landed.non_finite):
+        if samples <= 0 or (self._synchronous and landed.non_finite):
             return
         if not contribution.unscaled:
             buffers.div_(samples)
         # Buckets that leave during a backward pass cannot be checked before. Every rank checks, also those whose own
         # contribution did not leave so, since all must come to the same conclusion.
-        if self._overlap is not None and buffers.not_finite() is not None:
+        if self._synchronous and buffers.not_finite() is not None:
             return
         self._average = self._free.pop()
         self._average_present = (landed.has_gradient > 0).tolist()[::-1]
@@ -160,9 +170,8 @@ class GradientPayload(Payload):
                 parameter.grad = torch.empty_like(parameter)
             views.append(view)
             grads.append(parameter.grad)
-        if grads:
-            with torch.no_grad():
-                torch._foreach_copy_(grads, views)
+        with torch.no_grad():
+            average.transfer(grads, views)
         self._free.append(average)
 
     def settle(self) -> None:

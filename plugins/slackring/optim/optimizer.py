@@ -41,6 +41,7 @@ def DistributedOptimizer(
     named_buffers: Iterable[tuple[str, Tensor]] | None = None,
     max_grad_norm: float | None = None,
     compression: object = None,
+    anchor_device: str | None = None,
     budget: Budget | None = None,
     recorder: Recorder | None = None,
     ring: Ring | None = None,
@@ -70,6 +71,10 @@ def DistributedOptimizer(
         ``"fp16"`` (or ``hvd.Compression.fp16``) sends contributions as float16, scaled by a power of two that follows their
         size, so that neither small nor large ones are lost; a round that would overflow is reduced again as it is. Averaged
         buffers are not compressed. None sends everything as it is, and only then is no work lost to rounding.
+    anchor_device
+        Where anchors and sums lie: ``"device"`` is beside the parameters, ``"cpu"`` saves a GPU's memory (in pinned memory of
+        the host, from which ``bsp`` sends in ``step()``, not during the backward pass). None is beside the parameters if the
+        ring can sum there, and the CPU if not, as with a Horovod without NCCL.
     budget
         When all ranks stop by themselves.
     recorder
@@ -115,6 +120,7 @@ def DistributedOptimizer(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(parameters, named_parameters)
     _refuse_dtypes(names, parameters)
+    buffers = [buffer for _, buffer in named_buffers or () if buffer.dtype in DTYPES]
     chosen = ring or ambient_ring(process_set)
     engine = Engine(
         optimizer,
@@ -122,8 +128,9 @@ def DistributedOptimizer(
         chosen,
         names,
         parameters,
-        [buffer for _, buffer in named_buffers or () if buffer.dtype in DTYPES],
+        buffers,
         read_compression(compression),
+        _buffer_device(anchor_device, [*parameters, *buffers], chosen),
         max_grad_norm,
         budget,
         recorder,
@@ -317,6 +324,23 @@ def _refuse_dtypes(names: Iterable[str], parameters: Iterable[Tensor]) -> None:
                 f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, which has no average here; parameters are "
                 f"{known}."
             )
+
+
+def _buffer_device(anchor_device: str | None, tensors: Iterable[Tensor], ring: Ring) -> torch.device | None:
+    """Where flat buffers lie; None is beside the tensors."""
+    if anchor_device not in (None, "device", "cpu"):
+        raise UnsupportedError(f"anchor_device= is None, 'device' or 'cpu', not {anchor_device!r}.")
+    if anchor_device == "cpu":
+        return torch.device("cpu")
+    without = next((tensor.device for tensor in tensors if not ring.reduces(tensor.device)), None)
+    if without is None:
+        return None
+    if anchor_device == "device":
+        raise UnsupportedError(
+            f"anchor_device='device': the {ring.kind} ring cannot sum on {without.type} as it was built; leave anchor_device= "
+            "out, and the CPU does it."
+        )
+    return torch.device("cpu")
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:

@@ -111,11 +111,13 @@ class DeltaPayload(Payload):
         Gives staleness, weighting and compensation.
     parameters
         The model's parameters, detached.
+    device
+        Where anchor and deltas lie; None is beside the parameters.
     """
 
-    def __init__(self, rule: Rule, parameters: list[Tensor]) -> None:
+    def __init__(self, rule: Rule, parameters: list[Tensor], device: torch.device | None = None) -> None:
         self._rule, self._parameters = rule, parameters
-        space = FlatSpace(parameters)
+        space = FlatSpace(parameters, device)
         self._new, self.nbytes = space.new, space.nbytes
         self._anchor = space.new()
         self._rounds_off = any(parameter.dtype.itemsize < 4 for parameter in parameters)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slackring.optim.control import ControlBlock, ControlLayout, Landed, Slot
@@ -81,6 +82,8 @@ class Rounds:
         Floating model buffers to average.
     compression
         "fp16" or None: how payloads travel.
+    device
+        Where flat buffers lie; None is beside what they hold.
     hyper
         The optimizer's hyper-parameters.
     ending
@@ -103,6 +106,7 @@ class Rounds:
         buffers: Sequence[Tensor],
         *,
         compression: str | None,
+        device: torch.device | None,
         hyper: HyperParameters,
         ending: Ending,
         seconds: float | None,
@@ -118,11 +122,11 @@ class Rounds:
         delta = rule.payload == "delta"
         self.payload: DeltaPayload | GradientPayload
         if delta:
-            self.payload = DeltaPayload(rule, [parameter.detach() for parameter in parameters])
+            self.payload = DeltaPayload(rule, [parameter.detach() for parameter in parameters], device)
         else:
             blocking_steps = rule.most_in_flight == 0 and rule.trigger == Every(1) and ring.size > 1
-            self.payload = GradientPayload(parameters, ring.size, self._open if blocking_steps else None)
-        self.statistics = AveragedBuffers(list(buffers)) if buffers else None
+            self.payload = GradientPayload(parameters, ring.size, self._open if blocking_steps else None, device)
+        self.statistics = AveragedBuffers(list(buffers), device) if buffers else None
         self._layout = ControlLayout(ring.size, 0 if delta else len(hyper), 0 if delta else len(parameters))
         self._in_flight: deque[_InFlight] = deque()
         self._flight_seconds = 0.0

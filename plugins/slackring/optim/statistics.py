@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slackring.optim.flat import FlatBuffers, FlatSpace
@@ -20,11 +21,13 @@ class AveragedBuffers:
     ----------
     buffers
         The model's floating buffers; integer ones (step counts) are a rank's own.
+    device
+        Where averages lie; None is beside the buffers.
     """
 
-    def __init__(self, buffers: list[Tensor]) -> None:
+    def __init__(self, buffers: list[Tensor], device: torch.device | None = None) -> None:
         self._model = buffers
-        space = FlatSpace(buffers)
+        space = FlatSpace(buffers, device)
         self._new, self.nbytes = space.new, space.nbytes
         self._average = space.new()
         self._average.load(buffers)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from slackring.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["ArrivedFlight", "Clock", "Flight", "Pace", "Ring"]
@@ -154,6 +155,10 @@ class Ring(ABC):
             f"process_set= needs ranks of Horovod or torch.distributed, and this is a {self.kind} ring; leave it out, and all "
             "its ranks take part."
         )
+
+    def reduces(self, device: torch.device) -> bool:
+        """Whether tensors on a device can be summed where they lie; else they have to be brought to the CPU."""
+        return True
 
     def before_collective(self, callback: Callable[[], object]) -> None:
         """Have `callback` run before every collective of the user's own, so that no round is in flight beside it."""

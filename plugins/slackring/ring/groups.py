@@ -28,6 +28,11 @@ class Groups:
         self._timeout: timedelta = group._get_backend(torch.device(next(iter(devices)))).options._timeout
         self._backends = {**devices, "cpu": "gloo"}
 
+    @property
+    def devices(self) -> frozenset[str]:
+        """Types of the devices that there is a backend for."""
+        return frozenset(self._backends)
+
     def make(self, name: str) -> dist.ProcessGroup:
         """Make a group; on all its ranks, in the same order."""
         backends = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())

@@ -91,6 +91,10 @@ class HorovodRing(PolledRing[int]):
             found = self._subsets[process_set] = HorovodRing(process_set, self)
         return found
 
+    def reduces(self, device: torch.device) -> bool:
+        """Whether Horovod sums on a device: on the CPU always, on a GPU if it was built with NCCL."""
+        return device.type == "cpu" or (device.type == "cuda" and bool(self._hvd.nccl_built()))
+
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Collect every rank's bytes on every rank."""
         lengths = self._allgather(torch.tensor([len(payload)]), f"{name}.lengths")

@@ -87,6 +87,10 @@ class InjectedNetwork(Ring):
         """Open a round on the inner ring and delay it."""
         return _DelayedFlight(self, self._inner.open(name))
 
+    def reduces(self, device: torch.device) -> bool:
+        """Whether the inner ring sums on a device."""
+        return self._inner.reduces(device)
+
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Collect bytes on the inner ring, undelayed."""
         return self._inner.gather(payload, name)

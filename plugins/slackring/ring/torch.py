@@ -115,6 +115,10 @@ class TorchRing(PolledRing[_Under]):
             weakref.finalize(owner, self._released.append, f"slackring.{number}").atexit = False
         return number
 
+    def reduces(self, device: torch.device) -> bool:
+        """Whether the group has a backend for a device."""
+        return device.type in self._groups.devices
+
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Collect every rank's bytes on every rank."""
         mine = torch.tensor([len(payload)], device="cpu")

@@ -236,6 +236,10 @@ class WatchedRing(Ring):
         """Open a round, and note what is sent into it."""
         return _WatchedFlight(self._inner.open(name), name, self.sent)
 
+    def reduces(self, device: torch.device) -> bool:
+        """Whether the inner ring sums on a device."""
+        return self._inner.reduces(device)
+
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Collect bytes on the inner ring."""
         return self._inner.gather(payload, name)
