@@ -301,8 +301,7 @@ class Rounds:
                 self._tell_non_finite(culprit)
         if self.statistics is not None:
             self.statistics.land(sent)
-        if self._layout.hyper_parameters:
-            self.agreed_hyper_parameters = landed.hyper_parameters[landed.lowest_training_rank]
+        self.agreed_hyper_parameters = landed.hyper_parameters[landed.lowest_training_rank]
         plan = self.plan
         self.plan = oldest.flight.once("plan", lambda: self._rule.plan(landed.seen, plan))
         self._ending.take(oldest.index, landed)
