@@ -553,6 +553,22 @@ def _(rule: str) -> None:
     same_as_plain(rule, script)
 
 
+@feature(CONTRACT, "a GAN, whose generator's backward pass reaches the discriminator", refused_by=("elastic_bsp",))
+def _(rule: str) -> None:
+    def script(hand: Hand) -> list[Tensor]:
+        real, fake = parameter(), parameter(3)
+        discriminator, generator = (hand.wrap(torch.optim.SGD([x], lr=0.5, momentum=0.5)) for x in (real, fake))
+        hands = copy.copy(hand), copy.copy(hand)  # each optimizer's windows are its own
+        for _ in range(STEPS):
+            move(hands[0], discriminator, [real], steps=1)
+            move(hands[1], generator, [fake, real], steps=1)
+        hands[0].drain(discriminator)
+        hands[1].drain(generator)
+        return [real, fake]
+
+    same_as_plain(rule, script)
+
+
 # -- models ----------------------------------------------------------------------------------------------------------------
 
 MODELS = "Models"
@@ -766,6 +782,13 @@ class Fading(torch.optim.Optimizer):
                     x.sub_(x.grad, alpha=group["lr"] / state["count"])
 
 
+class Extended(torch.optim.SGD):
+    """A class that extends one of torch's and calls its ``step()``, which torch hooks as well."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def _trains(make: Callable[[list[Parameter]], torch.optim.Optimizer], rule: str) -> None:
     def script(hand: Hand) -> list[Tensor]:
         parameters = [parameter(), parameter(2, 3)]
@@ -786,6 +809,7 @@ MAKE: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.5, centered=True),
     "`slackring.optim.DualAveraging`": lambda parameters: sr.optim.DualAveraging(parameters, lr=0.1, growth=0.5),
     "a class of your own": lambda parameters: Fading(parameters, lr=0.1),
+    "a class of your own that extends torch's and calls its `step()`": lambda parameters: Extended(parameters, lr=0.1),
     "`foreach=True`": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=True),
     "`fused=True`": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
 }
@@ -843,6 +867,7 @@ HEAD = """\
 virtual ranks, against exact values; "refused" has a number, and the sentence of that number, at the end, says what to do instead.
 In brackets: what other packages make of it. `capturable=True` needs a GPU and has not been tried. Process sets need real ranks:
 `tests/multirank/test_process_sets.py` tries `process_set=` on four, over Horovod and over `torch.distributed`.
+`tests/multirank/test_peers.py` tries `hvd.broadcast_optimizer_state`, before wrapping, with six optimizers, fresh or trained.
 
 This page is written by `python -m tests.optim.matrix`; a test fails if it is out of date.
 """

@@ -231,6 +231,54 @@ def test_budgets_end_all_ranks_together(rule: str) -> None:
             assert all(1.05 <= stopped < 4 for *_, stopped in found)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_inside_a_window_of_gradients_the_optimizers_own_step_is_left_out(hooked: bool) -> None:
+    """It would do nothing; but hooks of the user's are called once a step, also after `load_state_dict`."""
+    calls: list[str] = []
+
+    class Told(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            calls.append("step")
+            for x in self.param_groups[0]["params"]:
+                x.sub_(x.grad)
+
+    x = torch.nn.Parameter(torch.zeros(1))
+    optimizer = sr.DistributedOptimizer(Told([x], {}), "bsp:accumulate=4")
+    if hooked:
+        optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    for _ in range(2):
+        optimizer.load_state_dict(optimizer.state_dict())
+        for _ in range(4):
+            one_step(optimizer, x, samples=2)
+        optimizer.drain()
+    assert x.item() == -2.0
+    assert optimizer.progress.samples == 16
+    assert calls.count("hook") == (8 if hooked else 0)
+    # The first step after a start does not know yet that it opens a window.
+    assert calls.count("step") == (8 if hooked else 4)
+
+
+def test_a_step_that_fails_is_not_under_way_for_ever() -> None:
+    class Failing(torch.optim.Optimizer):
+        fails = True
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if self.fails:
+                raise MemoryError
+            for x in self.param_groups[0]["params"]:
+                x.sub_(x.grad)
+
+    x = torch.nn.Parameter(torch.zeros(1))
+    optimizer = sr.DistributedOptimizer(Failing([x], {}), "local_sgd:steps=1")
+    with pytest.raises(MemoryError):
+        one_step(optimizer, x)
+    Failing.fails = False
+    one_step(optimizer, x)
+    assert (x.item(), optimizer.progress.steps) == (-1.0, 1)
+
+
 def test_errors_are_one_family() -> None:
     assert issubclass(UnsupportedError, SlackringError)
     assert issubclass(StoppedError, SlackringError)

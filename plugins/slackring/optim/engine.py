@@ -22,7 +22,7 @@ from slackring.optim.progress import Budget, LandedRound
 from slackring.optim.records import Recorder, StepRecord
 from slackring.optim.rounds import Rounds
 from slackring.ring.base import Ring
-from slackring.rules import Rule
+from slackring.rules import Every, Rule
 
 __all__ = ["Engine"]
 
@@ -196,6 +196,17 @@ class Engine:
         self._samples = _positive(samples)
         if self.started and isinstance(self._rounds.payload, GradientPayload):
             self._rounds.payload.overlap(self._samples)
+
+    @property
+    def only_accumulates(self) -> bool:
+        """Whether the coming local step adds gradients to an open window, and no more than that."""
+        return (
+            self.started
+            and self.rule.payload == "gradient"
+            and isinstance(self._trigger, Every)
+            and self._rounds.window.steps + 1 < self._trigger.steps
+            and not self._stepping_inside
+        )
 
     def before_step(self, samples: float | None) -> None:
         """Run as the optimizer's step pre-hook: take the gradients, and let the optimizer step on what the rule says."""

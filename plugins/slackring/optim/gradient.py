@@ -87,8 +87,9 @@ class GradientPayload(Payload):
             return  # they are on their way; `pack` completes them
         if samples <= 0:
             return
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        present = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        every = [parameter.grad for parameter in self._parameters]
+        grads = [grad for grad in every if grad is not None]
+        present = [index for index, grad in enumerate(every) if grad is not None]
         first = self._filling is None
         buffers = self._filling = self._filling or self._take()
         with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from slackring.errors import UnsupportedError
 from slackring.optim.engine import Engine
@@ -154,11 +155,31 @@ class RelaxedOptimizer(Optimizer):
     """
 
     _engine: Engine
+    _depth = 0  # calls of step() under way, each inside the one before
 
     if TYPE_CHECKING:
 
         def step(self, closure: Callable[[], Any] | None = None, *, samples: float | None = None) -> Any:
             """Take one local step."""
+
+    else:
+
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            """Take one local step; inside a window of a gradient rule without the optimizer's own, which would do nothing."""
+            if args or kwargs.keys() - {"samples"} or not self._engine.only_accumulates or self._has_other_hooks():
+                try:
+                    return super().step(*args, **kwargs)
+                finally:
+                    self._depth = 0
+            self._engine.before_step(kwargs.get("samples"))
+            self._engine.after_step()
+            return None
+
+        step.hooked = True  # by torch, in the class below; else it would call the hooks once more
+
+    def _has_other_hooks(self) -> bool:
+        own = len(self._optimizer_step_pre_hooks) == len(self._optimizer_step_post_hooks) == 1
+        return not own or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     @property
     def rule(self) -> Rule:
@@ -289,6 +310,9 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take `samples` out of the arguments, evaluate a closure once, and hand the gradients to the engine."""
     assert isinstance(optimizer, RelaxedOptimizer)
+    if optimizer._depth:  # the step() of a class has called that of the class it extends, which torch hooks, too
+        optimizer._depth += 1
+        return args, kwargs
     kwargs = dict(kwargs)
     samples = kwargs.pop("samples", None)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -299,12 +323,15 @@ def _before_step(
         kwargs.pop("closure", None)
         args = (args[0], lambda: loss, *args[2:])
     optimizer._engine.before_step(samples)
+    optimizer._depth = 1
     return args, kwargs
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, RelaxedOptimizer)
-    optimizer._engine.after_step()
+    optimizer._depth -= 1
+    if optimizer._depth == 0:
+        optimizer._engine.after_step()
 
 
 def _drain_if_alive(reference: weakref.ref[Optimizer]) -> Callable[[], None]:
