@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
+import runpy
 
 import pytest
 from tests.multirank.launchers import alone, horovodrun, torchrun
@@ -108,15 +110,17 @@ def test_a_script_that_forgets_init_is_told():
     assert "call hvd.init() first" in done.stderr
 
 
-def test_the_benchmark_prints_its_tables():
-    done = horovodrun(2, str(ROOT / "benchmarks" / "bsp_step.py"), "--steps", "3", "--compute", "0")
+def test_the_benchmark_prints_all_three_figures():
+    script = str(ROOT / "benchmarks" / "step_costs.py")
+    done = horovodrun(2, script, "--steps", "3", "--compute", "0", "--repetitions", "3", "--json")
     assert done.returncode == 0, done.stderr
-    rows = re.findall(
-        r"(hvd\.DistributedOptimizer|slackring bsp|plain SGD|local_sgd|losp) +(\d+\.?\d*) (ms|us)", done.stdout
-    )
-    assert [name for name, *_ in rows] == [
-        "hvd.DistributedOptimizer",
-        "slackring bsp",
-        *["plain SGD", "local_sgd", "losp"] * 2,
+    figures = json.loads(re.sub(r"^\[0\]<stdout>:", "", done.stdout, flags=re.MULTILINE))
+    local = ["seconds added to a local step"] * 2 + ["a local step over an addition"]
+    assert [(found["what"], found["parameters"]) for found in figures] == [
+        ("a step over Horovod's", 11_689_512),
+        *[(what, size) for size in (1_000_000, 10_000_000) for what in local],
     ]
-    assert all(float(number) > 0 for _, number, _ in rows)
+    assert all(found["seconds"] > 0 and found["low"] <= found["median"] <= found["high"] for found in figures)
+    benchmark = runpy.run_path(script)
+    lines = benchmark["table"]([benchmark["Figure"](**found) for found in figures]).splitlines()
+    assert [line.split()[-1] for line in lines] == ["most", "1.050", *["25", "25", "1.150"] * 2]
