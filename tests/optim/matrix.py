@@ -711,6 +711,18 @@ for _title, _dtypes in {
     feature(MODELS, _title)(functools.partial(_narrow, _dtypes))
 
 
+@feature(MODELS, '`anchor_device="cpu"`')
+def _(rule: str) -> None:
+    def script(hand: Hand) -> list[Tensor]:
+        parameters = [parameter(), parameter(3, dtype=torch.bfloat16)]
+        optimizer = hand.wrap(torch.optim.SGD(parameters, lr=0.5), anchor_device="cpu")
+        move(hand, optimizer, parameters)
+        hand.drain(optimizer)
+        return list(parameters)
+
+    same_as_plain(rule, script)
+
+
 @feature(MODELS, "complex parameters", refused_by=RULES)
 def _(rule: str) -> None:
     on_ranks(lambda: Ruled(rule).wrap(torch.optim.SGD([parameter(dtype=torch.complex64)], lr=0.5)))
@@ -812,9 +824,21 @@ MAKE: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
     "a class of your own that extends torch's and calls its `step()`": lambda parameters: Extended(parameters, lr=0.1),
     "`foreach=True`": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=True),
     "`fused=True`": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
+    "`fused=True` with a learning rate that is a tensor": lambda parameters: torch.optim.SGD(
+        parameters, lr=torch.tensor(0.1), momentum=0.9, fused=True
+    ),
+    "betas that are tensors": lambda parameters: torch.optim.Adam(
+        parameters, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+    ),
 }
 for _name, _make in MAKE.items():
     feature(OPTIMIZERS, _name)(functools.partial(_trains, _make))
+
+
+@feature(OPTIMIZERS, "`capturable=True` on a CPU: torch's own error comes through")
+def _(rule: str) -> None:
+    with pytest.raises(AssertionError, match="If capturable=True, params and state_steps must be on supported devices"):
+        _trains(lambda parameters: torch.optim.Adam(parameters, lr=0.1, capturable=True), rule)
 
 
 @feature(OPTIMIZERS, "LBFGS", refused_by=RULES)
@@ -865,9 +889,10 @@ HEAD = """\
 
 `sr.DistributedOptimizer` gives back your own optimizer; these tables list what scripts do with one. "works" has been tried on two
 virtual ranks, against exact values; "refused" has a number, and the sentence of that number, at the end, says what to do instead.
-In brackets: what other packages make of it. `capturable=True` needs a GPU and has not been tried. Process sets need real ranks:
-`tests/multirank/test_process_sets.py` tries `process_set=` on four, over Horovod and over `torch.distributed`.
-`tests/multirank/test_peers.py` tries `hvd.broadcast_optimizer_state`, before wrapping, with six optimizers, fresh or trained.
+In brackets: what other packages make of it. Process sets need real ranks: `tests/multirank/test_process_sets.py` tries
+`process_set=` on four, over Horovod and over `torch.distributed`. `tests/multirank/test_peers.py` tries
+`hvd.broadcast_optimizer_state`, before wrapping, with six optimizers, fresh or trained. `capturable=True` needs a GPU: its test
+in `tests/optim/test_devices.py` has not been run on one.
 
 This page is written by `python -m tests.optim.matrix`; a test fails if it is out of date.
 """

@@ -126,6 +126,28 @@ def test_a_gradient_rule_uses_the_rates_of_the_lowest_training_rank() -> None:
     assert sr.VirtualCluster(2).run(rank) == [0.75, 0.75]
 
 
+def test_numbers_in_tensors_are_agreed_and_stay_tensors() -> None:
+    def rank() -> tuple[list[float], bool]:
+        ring = sr.ring()
+        x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        lr, betas = torch.tensor([0.5, 0.25][ring.rank]), (torch.tensor([0.5, 0.0][ring.rank]), torch.tensor(0.75))
+        plain = torch.optim.Adam([x], lr=lr, betas=betas, foreach=False)
+        used: list[tuple[object, ...]] = []
+        plain.register_step_post_hook(
+            lambda *_: used.append((plain.param_groups[0]["lr"], *plain.param_groups[0]["betas"]))
+        )
+        optimizer = sr.DistributedOptimizer(plain, "bsp")
+        for step in range(3):
+            optimizer.zero_grad()
+            (-float(step + 1) * x).sum().backward()
+            optimizer.step()
+        group = plain.param_groups[0]
+        assert all(isinstance(value, torch.Tensor) for value in used[-1])
+        return [float(value) for value in used[-1]], group["lr"] is lr and group["betas"] == betas
+
+    assert sr.VirtualCluster(2).run(rank) == [([0.5, 0.5, 0.75], True)] * 2
+
+
 def test_numbers_inside_tuples_are_agreed_too() -> None:
     def rank() -> tuple[float, tuple[float, float]]:
         ring = sr.ring()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,11 +19,17 @@ __all__ = ["HyperParameters"]
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point()
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _like(old: float | Tensor, number: float) -> float | Tensor:
+    return torch.full_like(old, number) if isinstance(old, Tensor) else number
+
+
 class HyperParameters:
-    """Reads and sets the numbers in an optimizer's parameter groups (lr, momentum, betas, ...).
+    """Reads and sets the numbers in an optimizer's parameter groups (lr, momentum, betas, ...), those in tensors, too.
 
     Parameters
     ----------
@@ -34,7 +42,7 @@ class HyperParameters:
         self._places: list[tuple[int, str, int | None]] = []
         for at, group in enumerate(self._groups):
             for key, value in group.items():
-                if key == "lr" or _is_number(value):  # lr may be a tensor
+                if _is_number(value):
                     self._places.append((at, key, None))
                 elif isinstance(value, tuple) and all(map(_is_number, value)):
                     self._places.extend((at, key, position) for position in range(len(value)))
@@ -65,9 +73,10 @@ class HyperParameters:
                 group = groups[at]
                 saved.append((group, key, group[key]))
                 if position is None:
-                    group[key] = theirs
+                    group[key] = _like(group[key], theirs)
                 else:
-                    group[key] = (*group[key][:position], theirs, *group[key][position + 1 :])
+                    old = group[key]
+                    group[key] = (*old[:position], _like(old[position], theirs), *old[position + 1 :])
         try:
             yield
         finally:
