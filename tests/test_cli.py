@@ -190,6 +190,38 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(monkeypatch, c
     assert "cannot be written" in err
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own, of 200 KB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_is_full_after_training_costs_the_files_but_not_the_figures(
+    monkeypatch, capsys, tmp_path, small_disk
+):
+    (small_disk / "other").write_bytes(bytes(190_000))
+    code, out, err = invoke(monkeypatch, capsys, "train", "--rule", "losp", *VIRTUAL, "--out", small_disk / "runs")
+    assert code == 2
+    assert "final accuracy" in out
+    told = f"slackring: error: results cannot be written to '{small_disk}/runs': No space left on device; give another --out."
+    assert err == told + "\n"
+    assert not list((small_disk / "runs").iterdir())
+    (small_disk / "other").write_bytes(bytes(100_000))
+    code, out, err = invoke(monkeypatch, capsys, "train", "--rule", "losp", *VIRTUAL, "--out", small_disk / "runs")
+    assert code == 2
+    assert err.endswith("No space left on device; give another --out. The rest of the run is there.\n")
+    (folder,) = (small_disk / "runs").iterdir()
+    assert invoke(monkeypatch, capsys, "show", folder) == (0, out, "")
+
+
 def test_a_rank_other_than_0_leaves_the_telling_to_it(monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_RANK", "1")
     monkeypatch.setattr(cli, "_HEAD_START", 0.0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from slackring import __version__
-from slackring.errors import RingError, SlackringError, SpecError
+from slackring.errors import OutputError, RingError, SlackringError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -218,11 +218,17 @@ def train(
                 )
             )
         if run is not None:
-            path = folder.finish(run)
+            unwritten: OutputError | None = None
+            try:
+                folder.finish(run)
+            except OutputError as exc:
+                unwritten = exc  # but what was measured can still be shown
             if as_json:
-                click.echo(json.dumps(_run_as_json(run, path), indent=1))
+                click.echo(json.dumps(_run_as_json(run, folder.path), indent=1))
             else:
-                print_run(run, str(path), _console())
+                print_run(run, str(folder.path), _console())
+            if unwritten is not None:
+                raise unwritten
     if interrupt.signal == signal.SIGINT:
         sys.exit(128 + signal.SIGINT)  # other signals are a scheduler's, to which this run ended well
 

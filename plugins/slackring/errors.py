@@ -7,6 +7,7 @@ __all__ = [
     "DataError",
     "DivergedError",
     "HorovodMissingError",
+    "OutputError",
     "PlanError",
     "RingError",
     "RuleError",
@@ -60,6 +61,10 @@ class DataError(SlackringError, ValueError):
 
 class PlanError(SlackringError, ValueError):
     """End times or intervals that no superstep can be planned from."""
+
+
+class OutputError(DataError):
+    """Results that cannot be written: the path is not writable, or the disk is full."""
 
 
 class HorovodMissingError(SlackringError, ImportError):

@@ -10,7 +10,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from slackring.errors import DataError, DivergedError, SpecError
+from slackring.errors import DataError, DivergedError, OutputError, SpecError
 from slackring.lab import compare as compare_module
 from slackring.lab.compare import CompareConfig, Comparison, compare, load_comparison, tune
 from slackring.lab.config import TrainConfig
@@ -37,6 +37,40 @@ def silent(line):
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     return compare(CONFIG, tmp_path_factory.mktemp("runs"), name="one", say=silent)
+
+
+def test_a_disk_that_fills_up_keeps_the_runs_before_and_names_no_hidden_folder(tmp_path, fill_disk_at):
+    fill_disk_at("losp-seed0")
+    config = dataclasses.replace(CONFIG, lr_grid=(0.2,))
+    with pytest.raises(OutputError) as caught:
+        compare(config, tmp_path, name="one", say=silent)
+    assert str(caught.value) == (
+        f"results cannot be written to {str(tmp_path / 'one')!r}: No space left on device; give another --out. "
+        f"1 of 4 runs are kept in {str(tmp_path / 'one')!r}."
+    )
+    assert [folder.name for folder in tmp_path.iterdir()] == ["one"]
+    kept = load_comparison(tmp_path / "one")
+    assert [row.rule for row in kept.rows] == ["bsp"]
+    assert kept.interrupted
+    assert len(kept.runs()["bsp"]) == 1
+
+
+def test_a_comparison_without_its_table_names_its_runs(tmp_path, fill_disk_at):
+    fill_disk_at("comparison.json")
+    config = dataclasses.replace(CONFIG, lr_grid=(0.2,), seeds=(0,))
+    with pytest.raises(OutputError, match=r"2 of 2 runs are kept"):
+        compare(config, tmp_path, name="one", say=silent)
+    assert not (tmp_path / "one" / "comparison.json").exists()
+    with pytest.raises(DataError, match=r"incomplete comparison; show its runs one by one: bsp-seed0, losp-seed0\."):
+        load_run(tmp_path / "one")
+    assert load_run(tmp_path / "one" / "bsp-seed0").config.rule == "bsp"
+
+
+def test_a_damaged_run_of_a_comparison_is_left_out_and_told(tmp_path, caplog):
+    found = compare(dataclasses.replace(CONFIG, lr_grid=(0.2,), seeds=(0,)), tmp_path, name="one", say=silent)
+    (tmp_path / "one" / "bsp-seed0" / "steps.parquet").write_bytes(b"half")
+    assert {rule: len(runs) for rule, runs in found.runs().items()} == {"bsp": 0, "losp": 1}
+    assert "a run is left out: " in caplog.text
 
 
 def test_the_json_has_the_promised_schema_and_reads_back(comparison):

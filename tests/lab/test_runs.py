@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
+import dataclasses
 import json
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from slackring.errors import DataError
+from slackring.errors import DataError, OutputError
+from slackring.lab.checkpoint import RunFolder
 from slackring.lab.config import SINGLE_RANK_LR, TrainConfig
 from slackring.lab.runs import check_writable, load_run, new_folder, new_name, save_run
 from slackring.lab.train import train_virtual
@@ -53,15 +53,38 @@ def test_nothing_is_overwritten(run, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["one"]
 
 
-def test_a_full_disk_leaves_nothing_and_one_line(run, tmp_path, monkeypatch):
-    def full(self, *args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(DataError, match="No space left on device; give another --out") as caught:
+@pytest.mark.parametrize("file", ["config.json", "steps.parquet", "summary.json"])
+def test_a_full_disk_leaves_nothing_by_half_and_one_line(run, tmp_path, fill_disk_at, file):
+    fill_disk_at(file)
+    with pytest.raises(OutputError) as caught:
         save_run(run, tmp_path, "one")
-    assert "\n" not in str(caught.value)
+    told = f"results cannot be written to {str(tmp_path)!r}: No space left on device; give another --out."
+    assert str(caught.value) == told
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("file", "lost"), [("rank-1.pt", "checkpoint"), ("timeline.json", "timeline.json")])
+def test_a_disk_that_fills_up_late_loses_no_results(run, tmp_path, fill_disk_at, file, lost):
+    fill_disk_at(file)
+    whole_run = dataclasses.replace(run, checkpoint=(b"one", b"two"))
+    with pytest.raises(OutputError, match=rf"/one/{lost}'.* The rest of the run is there\.$") as caught:
+        save_run(whole_run, tmp_path, "one")
+    assert "\n" not in str(caught.value)
+    assert load_run(tmp_path / "one").summary == run.summary
+    assert not (tmp_path / "one" / lost).exists()
+    folder = RunFolder(tmp_path, "two")
+    folder.keep(whole_run)  # a warning
+    assert not list(tmp_path.glob("*two*"))
+
+
+def test_a_run_that_cannot_be_written_names_its_last_checkpoint(run, tmp_path, fill_disk_at):
+    folder = RunFolder(tmp_path, "one")
+    folder.keep(run)
+    fill_disk_at("steps.parquet")
+    with pytest.raises(OutputError, match=r"The last checkpoint on the way is '.*/one-round\d+'\.$"):
+        folder.finish(run)
+    (kept,) = tmp_path.iterdir()
+    assert load_run(kept).summary == run.summary
 
 
 def test_a_folder_appears_only_when_it_is_complete(tmp_path):

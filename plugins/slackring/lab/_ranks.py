@@ -31,7 +31,7 @@ def main(orders_file: str) -> int:
                 outcome = None
             except SlackringError as exc:
                 if hvd.rank() == 0:
-                    _tell({"error": str(exc)})
+                    _tell({"error": str(exc), "kind": type(exc).__name__})
                 return 2
             if hvd.rank() == 0:
                 _tell({"run": None if outcome is None else str(outcome)})

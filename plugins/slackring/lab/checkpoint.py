@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from slackring.errors import DataError, SpecError
+from slackring.errors import DataError, OutputError, SpecError
 from slackring.lab.config import TrainConfig
 from slackring.lab.runs import Run, load_run, save_run
 from slackring.ring.base import Ring
@@ -298,19 +298,37 @@ class RunFolder:
         self._out, self._name = out, name
         self._latest: Path | None = None
 
+    @property
+    def path(self) -> Path:
+        """The run's folder in the end."""
+        return self._out / self._name
+
     def keep(self, run: Run) -> None:
         """Write a checkpoint; one that cannot be written is a warning, since training goes on without it."""
+        name = f"{self._name}-round{run.summary.rounds}"
         try:
-            folder = save_run(run, self._out, f"{self._name}-round{run.summary.rounds}")
-        except DataError as exc:
+            folder = save_run(run, self._out, name)
+        except OutputError as exc:
             log.warning("no checkpoint after round %d: %s", run.summary.rounds, exc)
+            shutil.rmtree(self._out / name, ignore_errors=True)
             return
         self._drop_latest()
         self._latest = folder
 
     def finish(self, run: Run) -> Path:
-        """Write the run, which makes the checkpoints before it superfluous."""
-        folder = save_run(run, self._out, self._name)
+        """Write the run, which makes the checkpoints before it superfluous.
+
+        Raises
+        ------
+        OutputError
+            If it cannot be written, or not whole; the last checkpoint is kept then.
+        """
+        try:
+            folder = save_run(run, self._out, self._name)
+        except OutputError as exc:
+            if self._latest is None:
+                raise
+            raise OutputError(f"{exc} The last checkpoint on the way is {str(self._latest)!r}.") from exc
         self._drop_latest()
         return folder
 

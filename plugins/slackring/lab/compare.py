@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from slackring.errors import DataError, DivergedError, SpecError
+from slackring.errors import DataError, DivergedError, OutputError, SpecError
 from slackring.lab.choices import parse_choice, refuse_off_virtual
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import require_horovod, run_name, run_on_horovod
-from slackring.lab.runs import Run, load_run, new_folder, new_name, save_run, write_json
+from slackring.lab.runs import Run, load_run, new_folder, new_name, save_run, whole, write_json, writing
 from slackring.lab.summary import accuracy_at
 from slackring.lab.train import train_virtual
 
 __all__ = ["CompareConfig", "Comparison", "Row", "Tuned", "compare", "load_comparison", "tune"]
+
+log = logging.getLogger("slackring")
 
 _FIRST_TUNING_SEED = 1000
 
@@ -188,9 +191,15 @@ class Comparison:
         return [row for row in self.rows if row.rule == rule]
 
     def runs(self) -> dict[str, list[Run]]:
-        """All runs that did not diverge, by rule; read from their folders."""
-        names = {rule: [row.run for row in self.of(rule)] for rule in self.config.rules}
-        return {rule: [load_run(Path(run)) for run in runs if run is not None] for rule, runs in names.items()}
+        """All runs that did not diverge, by rule; read from their folders, without those that are damaged or gone."""
+        runs: dict[str, list[Run]] = {rule: [] for rule in self.config.rules}
+        for row in self.rows:
+            if row.run is not None:
+                try:
+                    runs[row.rule].append(load_run(Path(row.run)))
+                except DataError as exc:
+                    log.warning("a run is left out: %s", exc)
+        return runs
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, ``runs`` first."""
@@ -312,8 +321,8 @@ def compare(
 
     Raises
     ------
-    DataError
-        If the folder cannot be written.
+    OutputError
+        If the folder cannot be written, or not all of it; the runs that could be written are kept.
     SlackringError
         If Horovod is not installed, or the ranks fail.
     KeyboardInterrupt
@@ -337,15 +346,27 @@ def compare(
         ]
         runner = _run_virtual if config.virtual else run_on_horovod
         outcomes: list[Path | None] = []
-        for job, outcome in zip(jobs, runner(jobs, config.workers, folder, interrupt), strict=False):
-            outcomes.append(outcome)
-            say(_run_line(job, outcome))
+        failure: OutputError | None = None
+        try:
+            for job, outcome in zip(jobs, runner(jobs, config.workers, folder, interrupt), strict=False):
+                outcomes.append(outcome)
+                say(_run_line(job, outcome))
+        except OutputError as exc:
+            failure = exc
         if not outcomes:
-            raise KeyboardInterrupt
+            raise failure or KeyboardInterrupt
         runs = [None if outcome is None else load_run(outcome) for outcome in outcomes]
         comparison = _collect(config, tuned, jobs, runs, out / name)
-        write_json(folder / "comparison.json", comparison.to_json())
-        _draw(jobs, runs, folder)
+        try:
+            with writing(folder):
+                write_json(folder / "comparison.json", comparison.to_json())
+                _draw(jobs, runs, folder)
+        except OutputError as exc:
+            failure = failure or exc
+    if failure is not None:
+        raise OutputError(
+            f"{failure} {len(outcomes)} of {len(jobs)} runs are kept in {str(out / name)!r}."
+        ) from failure
     return comparison
 
 
@@ -417,8 +438,10 @@ def _draw(jobs: Sequence[TrainConfig], runs: Sequence[Run | None], folder: Path)
         if run is not None:
             groups.setdefault(job.rule, []).append(run)
     if groups:
-        accuracy_plot(groups).savefig(folder / "accuracy.png", dpi=150)
-        timeline_plot({rule: group[0] for rule, group in groups.items()}).savefig(folder / "timeline.png", dpi=150)
+        timeline = timeline_plot({rule: group[0] for rule, group in groups.items()})
+        for name, plot in (("accuracy.png", accuracy_plot(groups)), ("timeline.png", timeline)):
+            with whole(folder / name) as file:
+                plot.savefig(file, dpi=150)
 
 
 def _row(job: TrainConfig, run: Run | None, at_edge: bool, baseline: float | None, equal: float, final: Path) -> Row:

@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from slackring import errors
 from slackring.errors import HorovodMissingError, RingError, SlackringError
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
@@ -151,7 +152,7 @@ class _Ranks:
                     "the Horovod ranks ended before their work was done; they printed:\n" + "\n".join(self._printed)
                 )
             if "error" in event:
-                raise SlackringError(event["error"])
+                raise getattr(errors, event["kind"], SlackringError)(event["error"])
             yield None if event["run"] is None else Path(event["run"])
             number -= 1
         self._process.wait(_PATIENCE)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slackring.errors import DataError, SlackringError, SpecError
-from slackring.lab.runs import check_writable
+from slackring.lab.runs import check_writable, whole, writing
 
 __all__ = ["run_notebook"]
 
@@ -73,7 +73,8 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
             raise SlackringError(f"{where} failed: {exc.ename}: {exc.evalue}") from exc
         body, _ = nbconvert.HTMLExporter(exclude_input=True, exclude_output_prompt=True).from_filename(str(executed))  # type: ignore[no-untyped-call]
     page = executed.with_suffix(".html")
-    page.write_text(body, encoding="utf-8")
+    with writing(out), whole(page):
+        page.write_text(body, encoding="utf-8")
     return page
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -21,15 +22,30 @@ import pandas as pd
 import torch
 
 from slackring import __version__
-from slackring.errors import DataError
+from slackring.errors import DataError, OutputError
 from slackring.lab.config import TrainConfig
+from slackring.lab.records import to_bytes
 from slackring.lab.summary import Summary
 from slackring.lab.timeline import chrome_trace
 
-__all__ = ["SCHEMA", "Run", "check_writable", "facts", "load_run", "new_folder", "new_name", "save_run"]
+__all__ = [
+    "SCHEMA",
+    "Run",
+    "check_writable",
+    "facts",
+    "load_run",
+    "new_folder",
+    "new_name",
+    "save_run",
+    "whole",
+    "write_json",
+    "writing",
+]
 
 SCHEMA = 1
 """Version of the folder's layout."""
+
+_PARTIAL = re.compile(r"^\.(.+)\.[0-9a-f]{8}$")  # a folder that is being filled, and its name in the end
 
 
 @dataclass(frozen=True)
@@ -137,10 +153,10 @@ def check_writable(out: Path) -> None:
 
     Raises
     ------
-    DataError
+    OutputError
         If `out` cannot be made, or nothing can be written into it.
     """
-    with _as_data_error(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".probe-{secrets.token_hex(4)}"
         probe.mkdir()
@@ -166,14 +182,16 @@ def new_folder(out: Path, name: str) -> Iterator[Path]:
     Raises
     ------
     DataError
-        If the folder exists, or cannot be written (the path is not writable, the disk is full).
+        If the folder exists.
+    OutputError
+        If it cannot be written.
     """
     final = out / name
     if final.exists():
         raise DataError(f"{str(final)!r} exists already; results are never overwritten: give another --out.")
     partial = out / f".{name}.{secrets.token_hex(4)}"
     try:
-        with _as_data_error(out):
+        with writing(out):
             partial.mkdir(parents=True)
             yield partial
             partial.rename(final)
@@ -183,17 +201,51 @@ def new_folder(out: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _as_data_error(out: Path) -> Iterator[None]:
+def writing(out: Path) -> Iterator[None]:
+    """Say in one sentence what the system has against writing into `out`, which is named as it will be in the end.
+
+    Raises
+    ------
+    OutputError
+        For an error of the system.
+    """
     try:
         yield
     except OSError as exc:
-        raise DataError(
-            f"results cannot be written to {str(out)!r}: {exc.strerror or exc}; give another --out."
+        final = Path(*(_PARTIAL.sub(r"\1", part) for part in out.parts))
+        raise OutputError(
+            f"results cannot be written to {str(final)!r}: {exc.strerror or exc}; give another --out."
         ) from exc
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Write a file or folder whole, or leave nothing of it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try:
+    ...         with whole(Path(folder) / "half") as file:
+    ...             _ = file.write_text("once upon")
+    ...             raise OSError
+    ...     except OSError:
+    ...         file.exists()
+    False
+    """
+    try:
+        yield path
+    except BaseException:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        raise
+
+
 def save_run(run: Run, out: Path, name: str) -> Path:
-    """Write a run's folder.
+    """Write a run's folder; on a disk that fills up, first what cannot be done without.
 
     Parameters
     ----------
@@ -210,19 +262,36 @@ def save_run(run: Run, out: Path, name: str) -> Path:
     Raises
     ------
     DataError
-        If it exists or cannot be written; nothing is left behind then.
+        If it exists.
+    OutputError
+        If it cannot be written, and nothing is left behind; or if it is there, but not the checkpoint or the timeline.
     """
+    lost: OutputError | None = None
     with new_folder(out, name) as folder:
         write_json(folder / "config.json", {**run.facts, **run.config.to_json()})
         for table in ("steps", "rounds", "curve"):
-            getattr(run, table).to_parquet(folder / f"{table}.parquet", index=False)
-        write_json(folder / "timeline.json", chrome_trace(run.steps, run.rounds), indent=None)
+            (folder / f"{table}.parquet").write_bytes(to_bytes(getattr(run, table)))
         write_json(folder / "summary.json", run.summary.to_json())
-        if run.checkpoint:
-            (folder / "checkpoint").mkdir()
-            for rank, content in enumerate(run.checkpoint):
-                (folder / "checkpoint" / f"rank-{rank}.pt").write_bytes(content)
+        for what, write in (("checkpoint", _write_checkpoint), ("timeline.json", _write_timeline)):
+            try:
+                with writing(out / name / what), whole(folder / what) as path:
+                    write(run, path)
+            except OutputError as exc:
+                lost = exc
+    if lost is not None:
+        raise OutputError(f"{lost} The rest of the run is there.") from lost
     return out / name
+
+
+def _write_checkpoint(run: Run, folder: Path) -> None:
+    if run.checkpoint:
+        folder.mkdir()
+    for rank, content in enumerate(run.checkpoint):
+        (folder / f"rank-{rank}.pt").write_bytes(content)
+
+
+def _write_timeline(run: Run, file: Path) -> None:
+    write_json(file, chrome_trace(run.steps, run.rounds), indent=None)
 
 
 def load_run(folder: Path) -> Run:
@@ -249,9 +318,15 @@ def load_run(folder: Path) -> Run:
     except (OSError, ValueError, TypeError) as exc:
         if isinstance(exc, DataError):
             raise
+        parts = sorted(part.parent.name for part in folder.glob("[!.]*/summary.json"))
+        if parts:
+            raise DataError(
+                f"{str(folder)!r} is an incomplete comparison; show its runs one by one: {', '.join(parts)}."
+            ) from exc
         raise DataError(f"{str(folder)!r} is not the folder of a finished run: {exc}.") from exc
 
 
 def write_json(file: Path, value: object, indent: int | None = 1) -> None:
     """Write JSON that other languages read too: no NaN."""
-    file.write_text(json.dumps(value, indent=indent, allow_nan=False) + "\n")
+    with whole(file):
+        file.write_text(json.dumps(value, indent=indent, allow_nan=False) + "\n")
