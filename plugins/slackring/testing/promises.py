@@ -558,7 +558,7 @@ def _disagree(rule: Rule, fact: str, is_odd: bool) -> str:
 
 
 def any_interleaving_works(rule: Rule, seed: int = 0) -> None:
-    """All of the above hold for any interleaving of step times, leaves, overflows, drains and stops; drawn from the seed."""
+    """All of the above hold for any interleaving of step times, leaves, overflows, drains, stops, looks and collectives."""
     diaries = play(rule, draw_plan(seed, ambient_ring().size))
     _collectives_agree(diaries)
     _anchors_agree(diaries)

@@ -41,7 +41,7 @@ class Act:
     Attributes
     ----------
     seconds
-        What a local step takes.
+        What a local step or a look takes.
     samples
         In a local step.
     overflow
@@ -49,14 +49,15 @@ class Act:
     announced
         The samples are announced before the backward pass.
     kind
-        A local step, a ``drain()``, a ``request_stop()``, or a look at ``consensus()``.
+        A local step, a ``drain()``, a ``request_stop()``, a look at ``consensus()``, or a collective of the script's own after a
+        ``drain()``, which every rank must have equally often, without other drains and stops.
     """
 
     seconds: float = UNIT
     samples: int = 1
     overflow: bool = False
     announced: bool = True
-    kind: Literal["step", "drain", "stop", "look"] = "step"
+    kind: Literal["step", "drain", "stop", "look", "meet"] = "step"
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Plan:
 
 
 def draw_plan(seed: int, size: int) -> Plan:
-    """Draw speeds, lengths, drains, overflows, looks, stops and budgets; equal arguments give equal plans."""
+    """Draw speeds, lengths, drains, overflows, looks, stops, collectives and budgets; equal arguments give equal plans."""
     draw = random.Random(f"slackring {seed} {size}")
     scaled = draw.random() < 0.3
     optimizer: Literal["sgd", "momentum", "adam"] = draw.choice(["sgd", "momentum", "adam"])
@@ -99,6 +100,8 @@ def draw_plan(seed: int, size: int) -> Plan:
     overflows = 0.15 if draw.random() < 0.4 and (scaled or optimizer == "sgd") else 0.0
     drains = 0.1 if draw.random() < 0.4 else 0.0
     stops = 0.05 if draw.random() < 0.3 else 0.0
+    budget = draw.choice([None, None, None, Budget(rounds=draw.randint(1, 8)), Budget(samples=draw.randint(1, 60))])
+    meets = draw.randint(0, 2) if drains == stops == 0.0 and budget is None else 0
     acts = []
     for _ in range(size):
         speed = draw.choice([0.3, 1.0, 1.0, 1.3, 4.0])
@@ -110,11 +113,12 @@ def draw_plan(seed: int, size: int) -> Plan:
             elif chance < drains + stops:
                 mine.append(Act(kind="stop"))
             elif chance < drains + stops + 0.1:
-                mine.append(Act(kind="look"))
+                mine.append(Act(UNIT * draw.choice([0.0, 3.0, 20.0]), kind="look"))
             seconds = UNIT * speed * (1.0 if draw.random() < 0.5 else draw.expovariate(1.0))
             mine.append(Act(seconds, draw.randint(1, 5), draw.random() < overflows, draw.random() < 0.7))
+        for _ in range(meets):
+            mine.insert(draw.randint(0, len(mine)), Act(kind="meet"))
         acts.append(tuple(mine))
-    budget = draw.choice([None, None, None, Budget(rounds=draw.randint(1, 8)), Budget(samples=draw.randint(1, 60))])
     return Plan(tuple(acts), optimizer, scaled, budget, seed)
 
 
@@ -341,14 +345,17 @@ class _Player:
                 self._step(step, act)
                 step += 1
                 self._look()
-            elif act.kind == "drain":
+            elif act.kind in ("drain", "meet"):
                 optimizer.drain()
                 diary.drained.append(_hash(self.parameters))
                 self._look()
+                if act.kind == "meet":
+                    with optimizer.consensus():  # else its time is the next step's
+                        self.ring.gather(b"", "slackring.testing.meet")
             elif act.kind == "stop":
                 optimizer.request_stop()
             else:
-                self._look()
+                self._look(act.seconds)
         diary.last_joiner = optimizer.join()
         self._look()
         diary.drained.append(_hash(self.parameters))
@@ -358,8 +365,9 @@ class _Player:
         diary.sent = self.ring.sent
         return diary
 
-    def _look(self) -> None:
+    def _look(self, seconds: float = 0.0) -> None:
         with self.optimizer.consensus():
+            self.ring.clock.sleep(seconds)
             self.diary.anchors.append((self.optimizer.progress.rounds, _hash(self.parameters)))
 
     def _step(self, step: int, act: Act) -> None:
