@@ -23,7 +23,7 @@ from slackring.lab.train import inject, train, train_virtual
 from slackring.ring.injected import InjectedNetwork
 from slackring.ring.single import SingleRing
 
-RULES = ["bsp", "local_sgd", "osp", "losp", "cocod", "relaxed:steps=2,staleness=2,compensation=1"]
+RULES = ["bsp", "local_sgd", "elastic_bsp", "osp", "losp", "cocod", "relaxed:steps=2,staleness=2,compensation=1"]
 CONFIG = TrainConfig(
     task="digits",
     step_time=0.1,
