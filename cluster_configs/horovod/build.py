@@ -4,11 +4,11 @@
     .venv/bin/python cluster_configs/horovod/build.py
 
 Horovod's last release exists as source only and does not compile against current PyTorch. This script downloads that
-release with pip, changes what stands in the way (see `EDITS` and `environment`), builds it for CPU with Gloo and
-PyTorch, and keeps the wheel under ``$XDG_CACHE_HOME/slackring/horovod/<key>/`` (default ``~/.cache``), beside a
-``key.json`` that says what it was built for and the ``build.log``. The key covers all that shapes the wheel, so that a
-second set-up with the same Python, PyTorch and compiler takes seconds, and another one never gets a wheel that does not
-fit.
+release with pip, changes what stands in the way (see `EDITS` and `environment`), builds it with Gloo and PyTorch, and
+with NCCL where PyTorch is for CUDA and all that takes is there (see `find_gpu`), and keeps the wheel under
+``$XDG_CACHE_HOME/slackring/horovod/<key>/`` (default ``~/.cache``), beside a ``key.json`` that says what it was built
+for and the ``build.log``. The key covers all that shapes the wheel, so that a second set-up with the same Python,
+PyTorch and compiler takes seconds, and another one never gets a wheel that does not fit.
 
 Only the standard library is imported, since this runs before anything else is installed. Every way to fail ends in one
 line on standard error, after the end of the log where there is one, and in exit status 1.
@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements.txt"
 CONSTRAINTS = HERE.parent / "constraints.txt"
 
-#: What is built. A build for CUDA and NCCL is another such mapping (and keeps the CUDA lines that `EDITS` takes out).
+#: What is built for CPU.
 CPU: Mapping[str, str] = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITH_GLOO": "1",
@@ -53,6 +53,16 @@ CPU: Mapping[str, str] = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
+
+#: What is built for CPU and GPU. NCCL's pip wheel, which PyTorch brings, has the shared library only.
+NCCL: Mapping[str, str] = {**CPU, "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+
+#: What `--gpu-operations` and Horovod's own HOROVOD_GPU_OPERATIONS can say.
+GPU_OPERATIONS = ("auto", "NCCL", "none")
+
+#: Where a CUDA toolkit and NCCL are where nothing says otherwise.
+CUDA_HOMES = (Path("/usr/local/cuda"),)
+NCCL_HOMES = (Path("/usr"), Path("/usr/local"))
 
 #: C++ standards to try, oldest first: PyTorch's headers refuse one that is too old.
 STANDARDS = (17, 20, 23)
@@ -86,7 +96,7 @@ class Edit:
     count: int = 1
 
 
-#: The changes to the sources. ``{standard}`` is the C++ standard.
+#: The changes to the sources for a build for CPU. ``{standard}`` is the C++ standard.
 EDITS = (
     # PyTorch's headers need a newer standard than the one Horovod sets, in two places.
     Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {standard})"),
@@ -95,6 +105,35 @@ EDITS = (
     Edit("CMakeLists.txt", "check_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)", "if(FALSE)"),
     Edit("cmake/Modules/FindPytorch.cmake", "torch.version.cuda is not None", "False"),
 )
+
+#: The changes for a build with NCCL, whose CUDA lines stay.
+NCCL_EDITS = (
+    *EDITS[:2],
+    # nvcc is to read PyTorch's headers, too.
+    Edit(
+        "horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD {standard})"
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a build with NCCL takes.
+
+    Parameters
+    ----------
+    cuda : Path
+        Folder of the CUDA toolkit.
+    headers, library : Path
+        NCCL's.
+    versions : str
+        Of CUDA and NCCL.
+    """
+
+    cuda: Path
+    headers: Path
+    library: Path
+    versions: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +153,7 @@ class Build:
     platform : str
         Operating system, C library and processor kind.
     compiler : str
-        Name and version of the C++ compiler.
+        Name and version of the C++ compiler; for a build with NCCL also the versions of CUDA and NCCL.
     instructions : tuple of str
         Those of `INSTRUCTION_SETS` that this processor has.
     flags : mapping of str to str
@@ -264,12 +303,117 @@ def instruction_sets(cpuinfo: str) -> tuple[str, ...]:
     return tuple(name for name in INSTRUCTION_SETS if name in flags)
 
 
-def this_build(flags: Mapping[str, str] = CPU) -> Build:
+def cuda_toolkit(candidates: Iterable[Path]) -> tuple[Path, str] | None:
+    """Find a CUDA toolkit that programs can be built with.
+
+    Parameters
+    ----------
+    candidates : iterable of Path
+        Where it may be.
+
+    Returns
+    -------
+    tuple of (Path, str) or None
+        The first folder with nvcc and headers, and its version such as ``13.0``.
+    """
+    for folder in candidates:
+        if (folder / "include" / "cuda_runtime.h").exists() and (folder / "bin" / "nvcc").exists():
+            found = re.search(r"release (\d+\.\d+)", output([str(folder / "bin" / "nvcc"), "--version"]))
+            if found:
+                return folder, found[1]
+    return None
+
+
+def nccl(candidates: Iterable[Path]) -> tuple[Path, Path, str] | None:
+    """Find NCCL.
+
+    Parameters
+    ----------
+    candidates : iterable of Path
+        Where it may be.
+
+    Returns
+    -------
+    tuple of (Path, Path, str) or None
+        The headers, the shared library (a pip wheel has it under its versioned name only) and the version, such as
+        ``2.28.9``, in the first folder that has all.
+    """
+    for folder in candidates:
+        header = folder / "include" / "nccl.h"
+        libraries = [path for pattern in ("lib*", "lib/*") for path in sorted(folder.glob(f"{pattern}/libnccl.so*"))]
+        if header.exists() and libraries:
+            numbers = dict(re.findall(r"#define NCCL_(MAJOR|MINOR|PATCH) +(\d+)", header.read_text()))
+            return header.parent, libraries[0], ".".join(numbers.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
+    return None
+
+
+def obstacle(cuda: str | None, toolkit: str | None, nccl: str | None) -> str:
+    """Say what keeps Horovod from being built with NCCL; empty if nothing does.
+
+    Parameters
+    ----------
+    cuda, toolkit, nccl : str or None
+        Versions: the CUDA that PyTorch was built for, the CUDA toolkit, NCCL; None for what is not there.
+
+    Examples
+    --------
+    >>> obstacle("13.0", None, "2.28.9")
+    'no nvcc'
+    >>> obstacle("13.0", "12.8", "2.28.9")
+    "nvcc of CUDA 12.8, beside PyTorch's 13.0"
+    >>> obstacle("13.0", "13.1", "2.28.9")
+    ''
+    """
+    if cuda is None:
+        return "a PyTorch without CUDA"
+    if toolkit is None:
+        return "no nvcc"
+    if toolkit.split(".")[0] != cuda.split(".")[0]:
+        return f"nvcc of CUDA {toolkit}, beside PyTorch's {cuda}"
+    return "no NCCL" if nccl is None else ""
+
+
+def find_gpu(wanted: str, cuda: str | None, torch: Path, environ: Mapping[str, str] = os.environ) -> Gpu | None:
+    """Find what a build with NCCL takes, and say so where a PyTorch for CUDA gets a build without it.
+
+    Parameters
+    ----------
+    wanted : {"auto", "NCCL", "none"}
+        Whether to build with NCCL: if nothing is in the way, in any case, or not at all.
+    cuda : str or None
+        The CUDA version PyTorch was built for.
+    torch : Path
+        PyTorch's folder; NCCL's wheel is beside it.
+    environ : mapping of str to str
+        Where ``HOROVOD_CUDA_HOME``, ``CUDA_HOME`` and ``HOROVOD_NCCL_HOME`` are looked up.
+    """
+    if wanted == "none":
+        return None
+    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
+    homes = [Path(environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if environ.get(name)]
+    homes += [Path(nvcc).resolve().parents[1]] if nvcc else []
+    toolkit = cuda_toolkit([*homes, *CUDA_HOMES])
+    homes = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
+    library = nccl([*homes, torch.parent / "nvidia" / "nccl", *NCCL_HOMES])
+    why = obstacle(cuda, toolkit and toolkit[1], library and library[2])
+    if toolkit and library and not why:
+        return Gpu(toolkit[0], *library[:2], f"CUDA {toolkit[1]}, NCCL {library[2]}")
+    if wanted == "NCCL":
+        raise BuildError(
+            f"cannot build with NCCL, since there is {why}: set CUDA_HOME or HOROVOD_NCCL_HOME to where it is, or build without"
+        )
+    if cuda is not None:
+        print(f"Horovod without NCCL, since there is {why}: GPU tensors will travel through host memory")
+    return None
+
+
+def this_build(gpu: Gpu | None = None) -> Build:
     """Describe the build for the running Python, its PyTorch, and this machine."""
     version, cuda, folder = installed_torch()
     command = compiler()
     cpuinfo = Path("/proc/cpuinfo")
-    recipe = repr((EDITS, FORCED_HEADERS))
+    recipe = repr((EDITS if gpu is None else NCCL_EDITS, FORCED_HEADERS))
+    names = output([*command, "--version"]).partition("\n")[0]
     return Build(
         horovod=HOROVOD,
         torch=version,
@@ -277,9 +421,9 @@ def this_build(flags: Mapping[str, str] = CPU) -> Build:
         python=str(sysconfig.get_config_var("SOABI")),
         standard=cxx_standard(folder, command),
         platform=f"{sysconfig.get_platform()} {' '.join(platform.libc_ver())}",
-        compiler=output([*command, "--version"]).partition("\n")[0],
+        compiler=names if gpu is None else f"{names}, {gpu.versions}",
         instructions=instruction_sets(cpuinfo.read_text() if cpuinfo.exists() else ""),
-        flags=flags,
+        flags=CPU if gpu is None else NCCL,
         recipe=hashlib.sha256(recipe.encode()).hexdigest()[:16],
     )
 
@@ -326,6 +470,20 @@ def environment(build: Build, jobs: int) -> dict[str, str]:
     return result
 
 
+def gpu_environment(gpu: Gpu, folder: Path) -> dict[str, str]:
+    """Lay NCCL out in `folder` as CMake looks for it, and give the variables that lead there and to nvcc."""
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "libnccl.so").symlink_to(gpu.library)
+    (folder / "include").symlink_to(gpu.headers)
+    return {
+        "HOROVOD_NCCL_HOME": str(folder),
+        "HOROVOD_CUDA_HOME": str(gpu.cuda),
+        "CUDA_HOME": str(gpu.cuda),
+        # Horovod asks the first nvcc on the path which GPUs there are to build for.
+        "PATH": os.pathsep.join([str(gpu.cuda / "bin"), os.environ.get("PATH", os.defpath)]),
+    }
+
+
 def download(folder: Path) -> Path:
     """Download and unpack the release, and return its folder."""
     arguments = ("download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation", f"horovod=={HOROVOD}")
@@ -339,7 +497,7 @@ def download(folder: Path) -> Path:
     return folder / f"horovod-{HOROVOD}"
 
 
-def build_wheel(build: Build, folder: Path, jobs: int, log: Path) -> Path:
+def build_wheel(build: Build, folder: Path, jobs: int, log: Path, gpu: Gpu | None = None) -> Path:
     """Build the wheel.
 
     Parameters
@@ -352,6 +510,8 @@ def build_wheel(build: Build, folder: Path, jobs: int, log: Path) -> Path:
         Compilers to run at once.
     log : Path
         Where the output goes; it is kept, also when the build fails.
+    gpu : Gpu, optional
+        What a build with NCCL takes.
 
     Returns
     -------
@@ -359,14 +519,14 @@ def build_wheel(build: Build, folder: Path, jobs: int, log: Path) -> Path:
         The wheel.
     """
     source = download(folder)
-    apply_edits(source, build.standard)
+    apply_edits(source, build.standard, EDITS if gpu is None else NCCL_EDITS)
     wheels = folder / "wheels"
     # --no-cache-dir: pip's own cache does not know the build variables, and would hand out a wheel built with others.
     arguments = ("wheel", "-v", "--no-cache-dir", "--no-build-isolation", "--no-deps", "-w", str(wheels), str(source))
     progress = Progress()
     process = subprocess.Popen(
         [*pip(), *arguments],
-        env=environment(build, jobs),
+        env=environment(build, jobs) | ({} if gpu is None else gpu_environment(gpu, folder / "nccl")),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -387,7 +547,8 @@ def build_wheel(build: Build, folder: Path, jobs: int, log: Path) -> Path:
         process.communicate()
     found = list(wheels.glob("horovod-*.whl"))
     if process.returncode != 0 or len(found) != 1:
-        raise BuildError(f"Horovod did not compile; the whole log is {log}", log.read_text())
+        way_out = "" if gpu is None else "; HOROVOD_GPU_OPERATIONS=none leaves NCCL out"
+        raise BuildError(f"Horovod did not compile; the whole log is {log}{way_out}", log.read_text())
     names = zipfile.ZipFile(found[0]).namelist()
     if not any(re.fullmatch(r"horovod/torch/mpi_lib_v2.*\.so", name) for name in names):
         raise BuildError(f"Horovod was built without its PyTorch library; the whole log is {log}", log.read_text())
@@ -450,10 +611,11 @@ def store(build: Build, wheel: Path, log: Path, cache: Path) -> Path:
     return stored
 
 
-def install(wheel: Path) -> None:
-    """Install a wheel over whatever Horovod there is, and see that it loads and has Gloo."""
+def install(wheel: Path, gpu: Gpu | None = None) -> None:
+    """Install a wheel over whatever Horovod there is, and see that it loads and has Gloo, and NCCL if it should."""
     run_pip(["install", "--force-reinstall", "--no-deps", "--no-index", str(wheel)], f"could not install {wheel}")
-    check = "import horovod.torch as hvd; raise SystemExit(not hvd.gloo_built())"
+    built = "hvd.gloo_built()" if gpu is None else "(hvd.gloo_built() and hvd.nccl_built())"
+    check = f"import horovod.torch as hvd; raise SystemExit(not {built})"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", check], capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"Horovod was installed but does not load: remove {wheel.parent} and try again", done.stderr)
@@ -516,10 +678,12 @@ def install_requirements() -> None:
         run_pip(["install", "-c", str(CONSTRAINTS), *missing], f"could not install {', '.join(missing)}")
 
 
-def run(jobs: int) -> None:
+def run(jobs: int, gpu_operations: str) -> None:
     """Build if needed, and install."""
     started = time.monotonic()
-    build = this_build()
+    _, cuda, torch = installed_torch()
+    gpu = find_gpu(gpu_operations, cuda, torch)
+    build = this_build(gpu)
     what = f"Horovod {build.horovod} for PyTorch {build.torch}"
     cache = cache_folder()
     try:
@@ -534,12 +698,13 @@ def run(jobs: int) -> None:
         check_tools()
         with tempfile.TemporaryDirectory(prefix="slackring-horovod-") as folder:
             check_disk(Path(folder), cache)
-            print(f"{what}: building, with C++ {build.standard} and Gloo. This happens once, for minutes.", flush=True)
+            kinds = "Gloo" if gpu is None else f"Gloo, {gpu.versions}"
+            print(f"{what}: building, with C++ {build.standard}, {kinds}. This happens once, for minutes.", flush=True)
             log = cache / f"{build.key}.log"
-            wheel = store(build, build_wheel(build, Path(folder), jobs, log), log, cache)
+            wheel = store(build, build_wheel(build, Path(folder), jobs, log, gpu), log, cache)
             log.unlink()
         print(f"{what}: built in {time.monotonic() - started:.0f} s, kept in {wheel.parent}")
-    install(wheel)
+    install(wheel, gpu)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -548,13 +713,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A compiler may take 1 GB of memory, so not one for each core of a large machine.
     jobs = min(len(os.sched_getaffinity(0)), 16)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"compilers to run at once (default here: {jobs})")
+    parser.add_argument(
+        "--gpu-operations",
+        choices=GPU_OPERATIONS,
+        default=os.environ.get("HOROVOD_GPU_OPERATIONS") or "auto",
+        help="build with NCCL: where PyTorch, nvcc and NCCL allow it, in any case, or not (also: HOROVOD_GPU_OPERATIONS)",
+    )
     options = parser.parse_args(arguments)
+    if options.gpu_operations not in GPU_OPERATIONS:  # argparse does not look at the environment's
+        parser.error(f"HOROVOD_GPU_OPERATIONS is {options.gpu_operations!r}, and can be {', '.join(GPU_OPERATIONS)}")
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}, and at least 1 is needed")
     # The tools of this Python's environment come first: a cmake that pip installed is found there.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     try:
-        run(options.jobs)
+        run(options.jobs, options.gpu_operations)
     except BuildError as error:
         for line in telling_lines(error.log):
             print(f"  | {line}", file=sys.stderr)

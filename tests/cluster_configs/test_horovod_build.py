@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ BUILD = Build(
         {"platform": "linux-aarch64 glibc 2.36"},
         {"compiler": "g++ 13.1.0"},
         {"instructions": ()},
-        {"flags": {**builder.CPU, "HOROVOD_GPU_OPERATIONS": "NCCL"}},
+        {"flags": builder.NCCL},
         {"recipe": "f" * 16},
     ],
     ids=lambda change: str(next(iter(change))),
@@ -107,9 +107,9 @@ def test_headers_that_are_not_there(tmp_path: Path) -> None:
 # The edits
 
 
-def _sources(folder: Path) -> Path:
+def _sources(folder: Path, edits: Sequence[builder.Edit] = builder.EDITS) -> Path:
     """What the edits look for, once in each file."""
-    for edit in builder.EDITS:
+    for edit in edits:
         path = folder / edit.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -132,6 +132,140 @@ def test_edits_refuse_another_release(text: str, tmp_path: Path) -> None:
     (_sources(tmp_path) / "horovod" / "torch" / "CMakeLists.txt").write_text(text)
     with pytest.raises(BuildError, match=r"horovod/torch/CMakeLists.txt does not contain .* is this 0.28.1"):
         builder.apply_edits(tmp_path, standard=17)
+
+
+def test_edits_for_nccl_leave_cuda_in(tmp_path: Path) -> None:
+    _sources(tmp_path, builder.NCCL_EDITS)
+    builder.apply_edits(_sources(tmp_path, builder.EDITS[2:]), standard=17, edits=builder.NCCL_EDITS)
+    main = (tmp_path / "CMakeLists.txt").read_text()
+    assert "set(CMAKE_CXX_STANDARD 17)" in main
+    assert "check_language(CUDA)" in main
+    assert "torch.version.cuda" in (tmp_path / "cmake" / "Modules" / "FindPytorch.cmake").read_text()
+    kernels = tmp_path / "horovod" / "common" / "ops" / "cuda" / "CMakeLists.txt"
+    assert "set(CMAKE_CUDA_STANDARD 17)" in kernels.read_text()
+
+
+# NCCL: what it takes, and where that is
+
+
+def _cuda(folder: Path, release: str = "13.0") -> Path:
+    """A CUDA toolkit, as far as it is looked at."""
+    for path in ("bin", "include"):
+        (folder / path).mkdir(parents=True)
+    (folder / "include" / "cuda_runtime.h").write_text("")
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(0o755)
+    return folder
+
+
+def _nccl(folder: Path, library: str = "lib/libnccl.so.2") -> Path:
+    """NCCL, laid out as in its wheel."""
+    (folder / "include").mkdir(parents=True)
+    version = '#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n#define NCCL_SUFFIX ""\n'
+    (folder / "include" / "nccl.h").write_text(version)
+    (folder / library).parent.mkdir(parents=True)
+    (folder / library).write_text("")
+    return folder
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has CUDA and NCCL only where a test says so."""
+    monkeypatch.setattr(builder, "CUDA_HOMES", ())
+    monkeypatch.setattr(builder, "NCCL_HOMES", ())
+
+
+def _site(folder: Path) -> Path:
+    """PyTorch's folder, with NCCL's wheel beside it."""
+    _nccl(folder / "nvidia" / "nccl")
+    return folder / "torch"
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_CUDA_HOME", "CUDA_HOME", "PATH"])
+def test_nccl_is_chosen_where_all_is_there(
+    name: str, bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = _cuda(tmp_path / "cuda")
+    environ = {"PATH": str(tmp_path), name: str(cuda / "bin" if name == "PATH" else cuda)}
+    gpu = builder.find_gpu("auto", "13.0", _site(tmp_path), environ)
+    wheel = tmp_path / "nvidia" / "nccl"
+    assert gpu == builder.Gpu(cuda, wheel / "include", wheel / "lib" / "libnccl.so.2", "CUDA 13.0, NCCL 2.28.9")
+    assert capsys.readouterr().out == ""
+    assert builder.find_gpu("none", "13.0", tmp_path / "torch", environ) is None
+
+
+def test_a_script_that_calls_nvcc_elsewhere_is_no_toolkit(
+    bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = _cuda(tmp_path / "local")
+    (wrapper / "include" / "cuda_runtime.h").unlink()
+    cuda = _cuda(tmp_path / "cuda")
+    monkeypatch.setattr(builder, "CUDA_HOMES", (cuda,))
+    gpu = builder.find_gpu("auto", "13.0", _site(tmp_path), {"PATH": str(wrapper / "bin")})
+    assert gpu is not None
+    assert gpu.cuda == cuda
+
+
+@pytest.mark.parametrize("library", ["lib/libnccl.so", "lib64/libnccl.so.2", "lib/x86_64-linux-gnu/libnccl.so.2"])
+def test_nccl_of_the_system_and_of_ones_own(library: str, bare: None, tmp_path: Path) -> None:
+    home = _nccl(tmp_path / "home", library)
+    environ = {"PATH": "", "CUDA_HOME": str(_cuda(tmp_path / "cuda")), "HOROVOD_NCCL_HOME": str(home)}
+    gpu = builder.find_gpu("NCCL", "13.0", _site(tmp_path), environ)
+    assert gpu is not None
+    assert gpu.library == home / library
+
+
+@pytest.mark.parametrize(
+    ("release", "wheel", "why"),
+    [(None, True, "no nvcc"), ("12.8", True, "nvcc of CUDA 12.8, beside PyTorch's 13.0"), ("13.0", False, "no NCCL")],
+)
+def test_what_is_missing_is_told_in_one_line(
+    release: str | None, wheel: bool, why: str, bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"PATH": str(tmp_path)} | ({"CUDA_HOME": str(_cuda(tmp_path / "cuda", release))} if release else {})
+    torch = _site(tmp_path) if wheel else tmp_path / "torch"
+    assert builder.find_gpu("auto", "13.0", torch, environ) is None
+    assert capsys.readouterr().out == (
+        f"Horovod without NCCL, since there is {why}: GPU tensors will travel through host memory\n"
+    )
+    assert builder.find_gpu("none", "13.0", torch, environ) is None
+    assert capsys.readouterr().out == ""
+    with pytest.raises(
+        BuildError, match=f"cannot build with NCCL, since there is {why}: set CUDA_HOME or HOROVOD_NCCL"
+    ):
+        builder.find_gpu("NCCL", "13.0", torch, environ)
+
+
+def test_a_pytorch_without_cuda_gets_gloo_without_a_word(
+    bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"PATH": "", "CUDA_HOME": str(_cuda(tmp_path / "cuda"))}
+    assert builder.find_gpu("auto", None, _site(tmp_path), environ) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_the_key_tells_a_build_with_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "cxx_standard", lambda torch, command: 17)
+    gpu = builder.Gpu(tmp_path, tmp_path, tmp_path, "CUDA 13.0, NCCL 2.28.9")
+    with_nccl, without = builder.this_build(gpu), builder.this_build()
+    assert with_nccl.key != without.key
+    assert with_nccl.recipe != without.recipe
+    assert json.loads(with_nccl.describe())["flags"]["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert with_nccl.compiler == f"{without.compiler}, CUDA 13.0, NCCL 2.28.9"
+    newer = dataclasses.replace(gpu, versions="CUDA 13.0, NCCL 2.29.1")
+    assert builder.this_build(newer).key != with_nccl.key
+
+
+def test_nccl_is_laid_out_as_cmake_looks_for_it(tmp_path: Path) -> None:
+    home = _nccl(tmp_path / "wheel")
+    gpu = builder.Gpu(tmp_path / "cuda", home / "include", home / "lib" / "libnccl.so.2", "")
+    given = builder.gpu_environment(gpu, tmp_path / "laid out")
+    found = Path(given["HOROVOD_NCCL_HOME"])
+    assert (found / "lib" / "libnccl.so").resolve() == gpu.library
+    assert "NCCL_MAJOR" in (found / "include" / "nccl.h").read_text()
+    assert given["CUDA_HOME"] == given["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
+    assert given["PATH"].split(os.pathsep)[0] == str(tmp_path / "cuda" / "bin")
 
 
 # The environment
@@ -203,7 +337,7 @@ def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache; nothing may be installed from it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(builder, "install", lambda wheel: pytest.fail("must not install"))
+    monkeypatch.setattr(builder, "install", lambda wheel, gpu: pytest.fail("must not install"))
     return tmp_path / "cache" / "slackring" / "horovod"
 
 
@@ -303,6 +437,21 @@ def test_no_torch(fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PyTorch is not installed" in fails()[0]
 
 
+def test_nccl_that_cannot_be(fails: Fails, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    monkeypatch.setattr(builder, "installed_torch", lambda: ("2.13.0+cpu", None, tmp_path))
+    assert "cannot build with NCCL, since there is a PyTorch without CUDA" in fails()[0]
+
+
+def test_gpu_operations_that_are_not_offered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "MPI")
+    with pytest.raises(SystemExit, match="2"):
+        builder.main([])
+    assert "HOROVOD_GPU_OPERATIONS is 'MPI', and can be auto, NCCL, none" in capsys.readouterr().err
+
+
 def test_no_job() -> None:
     with pytest.raises(SystemExit, match="2"):
         builder.main(["--jobs", "0"])
@@ -379,7 +528,7 @@ def test_second_run_takes_the_wheel_of_the_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     installed: list[Path] = []
-    monkeypatch.setattr(builder, "install", installed.append)
+    monkeypatch.setattr(builder, "install", lambda wheel, gpu: installed.append(wheel))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     release(SETUP.format(extra="", data=["*.so"]))
     assert builder.main(["--jobs", "1"]) == 0
