@@ -63,7 +63,7 @@ def test_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, "ok", "with Gloo, without NCCL"),
         ({"nccl": True, "cuda": True}, "ok", "with Gloo and NCCL"),
-        ({"cuda": True}, "warn", "refuses tensors on a GPU"),
+        ({"cuda": True}, "warn", "without NCCL: tensors on a GPU travel through host memory"),
         ({"built_for": "2.12.0"}, "fail", "built for PyTorch 2.12.0, and 2.13.0+cpu is installed"),
         ({"gloo": False}, "fail", "without Gloo"),
     ],

@@ -169,7 +169,8 @@ def check_horovod(facts: Mapping[str, Any]) -> Check:
     kinds = "with Gloo and NCCL" if facts["nccl"] else "with Gloo, without NCCL"
     detail = f"{version}, built for PyTorch {facts['built_for']}, {kinds}"
     if facts["cuda"] and not facts["nccl"]:
-        return Check("horovod", "warn", f"{detail}: it refuses tensors on a GPU, so ranks train on CPU", "")
+        slow = f"{detail}: tensors on a GPU travel through host memory"
+        return Check("horovod", "warn", slow, f"HOROVOD_GPU_OPERATIONS=NCCL {BUILD_COMMAND}")
     return Check("horovod", "ok", detail)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.multirank.scripts import flat, make_model
 from torch import nn
 
 import slackring as sr
@@ -47,19 +48,10 @@ def sets_of(*ranks):
             dist.destroy_process_group(each)
 
 
-def make_model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-
-
-def flat(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
 def train(rule, steps, seed, process_set=None, seconds=0.0):
     """Train a model on this rank's data; the second rank gets one sample more a step, and may be slower."""
     ring = sr.ring(process_set)
-    model = make_model(seed)
+    model = make_model(seed, torch.float64)
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = sr.DistributedOptimizer(plain, rule, process_set=process_set)
     generator = torch.Generator().manual_seed(100 * seed + ring.rank)
@@ -124,7 +116,7 @@ def train_together(steps):
     """One model of all ranks and one of this rank's half, in turn in one loop; a metric of the half's, then one of all."""
     with sets_of(*HALVES) as sets:
         rank, half = sr.ring().rank, sr.ring().rank // 2
-        shared, own = make_model(), make_model(1 + half)
+        shared, own = make_model(dtype=torch.float64), make_model(1 + half, torch.float64)
         optimizers = [
             sr.DistributedOptimizer(torch.optim.SGD(shared.parameters(), lr=0.1), "bsp"),
             sr.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), "losp:k_max=2", process_set=sets[half]),

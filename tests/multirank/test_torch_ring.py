@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,53 +14,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.multirank.launchers import torchrun
+from tests.multirank.scripts import (
+    batches,
+    check_collectives,
+    check_gpu,
+    check_injected_network,
+    check_that_a_killed_rank_is_an_error,
+    check_that_waiting_sleeps,
+    collectives,
+    flat,
+    make_model,
+)
 from tests.multirank.test_promises import RULES, SHARED, keep
 from torch import nn
 
 import slackring as sr
 from slackring.errors import RingError
 from slackring.ring.ambient import ring as ambient
-from slackring.ring.injected import InjectedNetwork
 from slackring.ring.torch import TorchRing
 
 ON_FOUR = ("bsp", "losp:k_max=8,compensation=0.75")
 TIMEOUT = 5  # seconds, of the process group
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-
-
-def batches(rank, count, samples=4):
-    generator = torch.Generator().manual_seed(100 + rank)
-    for _ in range(count):
-        x = torch.randn(samples, 8, generator=generator, dtype=torch.float64)
-        yield x, x.sum(1).gt(0).long()
-
-
-def flat(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-def collectives():
-    ring = ambient()
-    assert isinstance(ring, TorchRing)
-    assert (ring.kind, ring.rank, ring.size) == ("torch", dist.get_rank(), dist.get_world_size())
-    assert ring is ambient()
-    grid = torch.arange(6.0).reshape(2, 3) + ring.rank
-    mean = sr.allreduce(grid.t())  # not contiguous, and left alone
-    torch.testing.assert_close(mean, grid.t() - ring.rank + (ring.size - 1) / 2)
-    assert sr.allreduce(torch.tensor(ring.rank), average=False) == ring.size * (ring.size - 1) // 2
-    last = ring.size - 1
-    assert torch.equal(sr.broadcast(grid.t(), root=last), grid.t() - ring.rank + last)
-    sr.barrier()
-    return ring.gather(bytes([65 + ring.rank]) * (3 * ring.rank), "mine"), ring.gather(b"", "empty")
-
-
-def check_collectives(pool):
-    by_rank = [bytes([65 + rank]) * (3 * rank) for rank in range(pool.size)]
-    assert pool.run(collectives) == [(by_rank, [b""] * pool.size)] * pool.size
 
 
 def test_collectives(torch_ranks):
@@ -107,37 +81,18 @@ def warm_up(names):
         ambient().gather(b"", name)
 
 
-def wait_for_a_late_rank(seconds):
-    """CPU seconds, and wall-clock seconds, of waiting."""
-    ring = ambient()
-    sr.barrier()
-    if ring.rank == 0:
-        time.sleep(seconds)
-    cpu, wall = time.thread_time(), time.monotonic()
-    flight = ring.open("late.0")
-    flight.send(torch.ones(1))
-    flight.seal()
-    first_answer = flight.done()
-    flight.wait()
-    return first_answer, time.thread_time() - cpu, time.monotonic() - wall
-
-
 def test_waiting_sleeps(torch_ranks):
-    torch_ranks(2).run(warm_up, ["late.0"])
-    done_at_once, cpu, wall = torch_ranks(2).run(wait_for_a_late_rank, 1.0)[1]
-    assert not done_at_once
-    assert wall > 0.9
-    assert cpu < 0.25 * wall
+    check_that_waiting_sleeps(torch_ranks(2))
 
 
 def train(wrap, steps):
     """A script of DistributedDataParallel's, and the same one with a rule."""
-    ring, model = ambient(), make_model()
+    ring, model = ambient(), make_model(dtype=torch.float64)
     net = nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if wrap != "ddp":
         optimizer = sr.DistributedOptimizer(optimizer, rule=wrap, named_parameters=model.named_parameters())
-    for x, y in batches(ring.rank, steps):
+    for x, y in batches(ring.rank, steps, dtype=torch.float64):
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
@@ -159,29 +114,8 @@ def test_the_virtual_ring_gives_the_same_model(torch_ranks, rule):
     assert torch.equal(real[0], virtual[0])
 
 
-def train_under_network(latency, bandwidth):
-    """Seconds of a round of BSP with a payload of 400 kB, and of the rounds' own record."""
-    ring = ambient()
-    model = nn.Linear(1000, 100, bias=False)
-    model.weight.data.fill_(0.1)
-    injected = InjectedNetwork(ring, sr.Network(latency=latency, bandwidth=bandwidth))
-    optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", ring=injected)
-    took = []
-    for _ in range(6):
-        start = time.monotonic()
-        optimizer.zero_grad()
-        model(torch.ones(2, 1000)).sum().backward()
-        optimizer.step(samples=2)
-        took.append(time.monotonic() - start)
-    sr.allreduce(torch.ones(1))  # over the ambient ring; drains the rounds of the injected one
-    optimizer.join()
-    return sorted(took[1:])[2]
-
-
 def test_injected_network(torch_ranks):
-    slow = torch_ranks(2).run(train_under_network, 0.1, 400_000 / 0.1)
-    assert min(slow) > 0.195
-    assert max(slow) < 0.39, "more was injected than asked for"
+    check_injected_network(torch_ranks(2))
 
 
 def groups_after(optimizers):
@@ -199,42 +133,8 @@ def test_process_groups_go_with_their_optimizers(torch_ranks):
         assert counts[-1] == counts[1], counts
 
 
-def lose_a_rank(dying):
-    """What the survivors see of a rank that is killed between two rounds, and in how many seconds."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "losp:k_max=4")
-    started = time.monotonic()
-    try:
-        for step in range(100_000):
-            if step == 20:
-                started = time.monotonic()
-                if ambient().rank == dying:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step(samples=1)
-    except RingError as exc:
-        first, seconds = str(exc), time.monotonic() - started
-    else:
-        raise AssertionError("nobody noticed")
-    with pytest.raises(RingError, match="failed before"):
-        sr.allreduce(torch.ones(1))
-    return first, seconds
-
-
-def check_that_a_killed_rank_is_named(pool):
-    last = pool.size - 1
-    answers = pool.run(lose_a_rank, last, dies={last})
-    assert answers[-1] is None
-    for rank, (message, seconds) in enumerate(answers[:-1]):
-        assert message.startswith(f"rank {rank}: 'slackring."), message
-        assert f"because another rank died: rank {last} (process" in message
-        assert seconds < 10, "noticed long before the timeout of the process group"
-
-
 def test_a_killed_rank_is_named_by_the_other(torch_ranks):
-    check_that_a_killed_rank_is_named(torch_ranks(2))
+    check_that_a_killed_rank_is_an_error(torch_ranks(2), "because another rank died: rank 1 (process", within=10)
 
 
 def stay_away(store):
@@ -274,38 +174,26 @@ def test_promise_on_four_ranks(torch_ranks, rule, promise):
 
 
 def test_a_killed_rank_is_named_by_all_three_others(torch_ranks):
-    check_that_a_killed_rank_is_named(torch_ranks(4))
+    check_that_a_killed_rank_is_an_error(torch_ranks(4), "because another rank died: rank 3 (process", within=10)
 
 
-def sum_on_the_gpu(backend, store):
-    """A round with a payload on the GPU and a control block on the CPU, in a default group of `backend`."""
+def on_backend(backend, store, function, *args):
+    """Call a function in a default group of another backend; `store` is a new file."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    ring = ambient()
-    payload = torch.full((1000,), float(rank + 1), device="cuda")
-    control = torch.full((5,), 1.0, dtype=torch.float64)
-    flight = ring.open("gpu.0")
-    payload.mul_(2)  # not done yet when the round starts
-    flight.send(payload)
-    flight.send(control)
-    flight.seal()
-    flight.wait()
-    payload.add_(1)  # behind the sum, in stream order
-    copy = sr.broadcast(payload)
-    return payload.unique().tolist(), control.unique().tolist(), str(copy.device), ring.gather(b"x", "gpu.1")
+    return function(*args)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)])
-def test_tensors_are_summed_where_they_lie(pools, backend, size, tmp_path):
+def test_a_gpu(pools, backend, size, tmp_path):
     """NCCL refuses two ranks on one GPU, so it is tried with one."""
     pool = pools(size, "torch")
-    total = float(size * (size + 1) + 1)
+    stores = itertools.count()
     try:
-        expected = ([total], [float(size)], "cuda:0", [b"x"] * size)
-        assert pool.run(sum_on_the_gpu, backend, tmp_path / "store") == [expected] * size
+        check_gpu(pool, lambda *job: pool.run(on_backend, backend, tmp_path / f"store{next(stores)}", *job))
     finally:
         pool.close()
 

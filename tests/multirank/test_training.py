@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from tests.multirank.scripts import batches, flat, make_model
 from torch import nn
 
 import slackring as sr
@@ -23,22 +24,6 @@ BY_STEPS = (
     "relaxed:steps=1,staleness=2,compensation=0.5,weighting=samples",
     "relaxed:payload=gradient,steps=1,staleness=1",
 )
-
-
-def make_model(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-
-
-def batches(rank, count, samples=4, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 + rank)
-    for _ in range(count):
-        x = torch.randn(samples, 8, generator=generator, dtype=torch.float64).to(dtype)
-        yield x, x.sum(1).gt(0).long()
-
-
-def flat(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def train(rule, steps, *, dtype=torch.float32, broadcast=False, wrap=sr.DistributedOptimizer):

@@ -189,12 +189,12 @@ class Ring(ABC):
                 f"an average needs a floating tensor, not {tensor.dtype}; convert it, or sum with average=False."
             )
         self._drain()
-        total = tensor.detach().contiguous().clone()
+        total = self._within_reach(tensor.detach().contiguous().clone())
         flight = self.open("slackring.user")
         flight.send(total)
         flight.seal()
         flight.wait()
-        return total.div_(self.size) if average else total
+        return (total.div_(self.size) if average else total).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Copy the tensor of rank `root` to every rank; rounds in flight are drained first.
@@ -207,12 +207,16 @@ class Ring(ABC):
         if not 0 <= root < self.size:
             raise UnsupportedError(f"root={root} is no rank of this ring; its ranks are 0 to {self.size - 1}.")
         self._drain()
-        return self._broadcast(tensor, root)
+        return self._broadcast(self._within_reach(tensor), root).to(tensor.device)
 
     def barrier(self) -> None:
         """Wait for every rank; rounds in flight are drained first."""
         self._drain()
         self.gather(b"", "slackring.barrier")
+
+    def _within_reach(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy on the CPU if the ring cannot sum where it lies."""
+        return tensor if self.reduces(tensor.device) else tensor.cpu()
 
     def _drain(self) -> None:
         for callback in self._before_collective:
