@@ -149,16 +149,19 @@ def train_on(device, rule, steps):
 
 
 def sum_on_gpu():
-    """A round with a payload on the GPU and a control block on the CPU."""
+    """A round with a payload on the GPU, if the ring can sum there, and a control block on the CPU; and one's own sum."""
     ring = sr.ring()
     payload = torch.full((1000,), float(ring.rank + 1), device="cuda")
     control = torch.full((5,), 1.0, dtype=torch.float64)
     flight = ring.open("gpu.0")
     payload.mul_(2)  # not done yet when the round starts
-    flight.send(payload)
+    if ring.reduces(payload.device):
+        flight.send(payload)
     flight.send(control)
     flight.seal()
     flight.wait()
+    if not ring.reduces(payload.device):
+        payload = sr.allreduce(payload, average=False)
     payload.add_(1)  # behind the sum, in stream order
     copy = sr.broadcast(payload)
     return payload.unique().tolist(), control.unique().tolist(), str(copy.device), ring.gather(b"x", "gpu.1")
