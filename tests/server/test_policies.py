@@ -259,10 +259,9 @@ def test_a_worker_that_leaves_holds_nobody_up(policy, intervals):
     assert played.pushes == [len(each) for each in intervals]
 
 
-@given(st.sampled_from(POLICIES), steps, st.randoms())
+# Of several slowest workers, DSSP takes the first.
+@given(st.sampled_from([policy for policy in POLICIES if not isinstance(policy, DSSP)]), steps, st.randoms())
 def test_the_numbers_of_the_workers_decide_nothing(policy, intervals, random):
-    if isinstance(policy, DSSP):  # of several slowest workers, the first counts
-        return
     order = list(range(len(intervals)))
     random.shuffle(order)
     played, shuffled = play(policy, intervals), play(policy, [intervals[worker] for worker in order])
