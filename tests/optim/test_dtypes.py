@@ -151,6 +151,31 @@ def test_gradients_are_weighted_and_summed_in_float32(rule: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("rule", "wanted"), [("bsp", 2 * 1.5), ("bsp:accumulate=2", 4 / 3), ("local_sgd:steps=1", (3 + 4) / 2)]
+)
+def test_a_gradient_scaler_works_though_torch_refuses_it_for_float16(
+    rule: str, wanted: float, dtype: torch.dtype
+) -> None:
+    """Slopes 1 and 2, of which rank 1's first one overflows."""
+
+    def train() -> float:
+        x, rank = torch.nn.Parameter(torch.zeros(1, dtype=dtype)), sr.ring().rank
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), rule)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(3 if "accumulate" not in rule else 2):
+            optimizer.zero_grad()
+            slope = torch.inf if (rank, step) == (1, 0) else 1.0 + rank
+            scaler.scale(-slope * x.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.drain()
+        return x.item()
+
+    assert sr.VirtualCluster(2).run(train) == [torch.tensor(wanted).to(dtype).item()] * 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_averaged_buffers_of_16_bits(dtype: torch.dtype) -> None:
     def train() -> list[float]:
         x, running = torch.nn.Parameter(torch.ones(1, dtype=dtype)), torch.zeros(1, dtype=dtype)
