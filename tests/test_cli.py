@@ -100,6 +100,14 @@ def test_train_serves_virtual_workers_of_a_parameter_server(monkeypatch, capsys,
     assert "has no checkpoint to go on from" in err
 
 
+def test_train_and_compare_compress(monkeypatch, capsys, tmp_path):
+    arguments = [*VIRTUAL, "--compression", "fp16", "--out", tmp_path]
+    code, out, _ = invoke(monkeypatch, capsys, "train", "--rule", "bsp", *arguments)
+    assert (code, "(compressed: fp16)" in out) == (0, True)
+    code, out, _ = invoke(monkeypatch, capsys, "compare", "--rules", "bsp,losp", "--lr-grid", "0.4", *arguments)
+    assert (code, "digits, 4 virtual ranks (compressed: fp16)" in out) == (0, True)
+
+
 def test_json_is_all_that_goes_to_stdout(monkeypatch, capsys, tmp_path):
     code, out, _ = invoke(monkeypatch, capsys, "train", "--rule", "bsp", *VIRTUAL, "--out", tmp_path, "--json")
     values = json.loads(out)
@@ -152,6 +160,7 @@ BAD = {
     "network": (["train", *BSP, "--network", "latency=fast"], "latency='fast' is not a number"),
     "task": (["train", *BSP, "--task", "digitz"], "did you mean 'digits'"),
     "number": (["train", *BSP, "--seconds", "long"], "'long' is not a valid float"),
+    "compression": (["train", *BSP, "--compression", "fp61"], "did you mean 'fp16'"),
     "workers": (["train", *BSP, "--virtual", "--workers", "0"], "at least one rank"),
     "grid": (["compare", "--lr-grid", "0.1,x"], "'0.1,x' is not numbers joined by commas"),
     "seeds": (["compare", "--seeds", "one"], "'one' is not whole numbers joined by commas"),

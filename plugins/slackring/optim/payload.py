@@ -103,7 +103,8 @@ class DeltaPayload(Payload):
     round in flight; "auto" compensation, and a compensation with a staleness above 1, add a copy of each own delta in flight.
 
     Parameters of 16 bits hold the anchor rounded, while the anchor itself takes in what is smaller than that. A window starts
-    from what they really hold, so that a rounding is never sent as work.
+    from what they really hold, so that a rounding is never sent as work. Their differences are exact in float32, unless one is
+    2**13 times the other: so a rank alone has the plain optimizer's bits.
 
     Parameters
     ----------
