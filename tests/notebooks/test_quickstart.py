@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,46 @@ def test_what_cannot_run_is_said_in_one_line(tmp_path: Path) -> None:
 def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(SlackringError, match=r"cell \d+ of .*quickstart\.ipynb' failed: RuleError: .*'losp'"):
         run_notebook(NOTEBOOK, tmp_path, {**TINY, "rules": "bsp,lsop", "out": str(tmp_path)})
+
+
+@pytest.mark.notebook
+def test_ctrl_c_at_a_terminal_is_one_line(tmp_path: Path) -> None:
+    waiting = "print('ready', flush=True)\nimport time\nfor _ in range(600): time.sleep(0.1)"
+    cells = [("out = ''", ["parameters"]), (waiting, [])]
+    notebook = {
+        "cells": [
+            {"cell_type": "code", "source": code, "metadata": {"tags": tags}, "outputs": [], "execution_count": None}
+            for code, tags in cells
+        ],
+        "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 4,
+    }
+    (tmp_path / "waiting.ipynb").write_text(json.dumps(notebook))
+    command = [sys.executable, "-m", "slackring", "demo", "--notebook", "waiting.ipynb", "--out", "out"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(command[0], command)
+    shown = b""
+    try:
+        while part := os.read(terminal, 4096):
+            if b"ready" not in shown and b"ready" in shown + part:
+                os.write(terminal, b"\x03")
+            shown += part
+    except OSError:  # the other side is closed
+        pass
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert shown.decode().split() == [
+        "ready",
+        "^C",
+        "slackring:",
+        "interrupted",
+        "before",
+        "there",
+        "was",
+        "a",
+        "result.",
+    ]

@@ -54,7 +54,8 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
         raise SpecError(f"notebook {str(notebook)!r} has no parameter {', '.join(sorted(unknown))}.")
     check_writable(out)
     executed = out / notebook.name
-    # Papermill complains of the help texts behind parameters, and the kernel of its local connection.
+    # Papermill complains of the help texts behind parameters, and the kernel of its local connection and, after Ctrl-C, of a
+    # connection that is gone. What fails in a cell is told by papermill.
     logging.getLogger("papermill").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +67,7 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
                 progress_bar=False,
                 stdout_file=sys.stderr,
                 stderr_file=sys.stderr,
-                extra_arguments=["--IPKernelApp.log_level=ERROR"],
+                extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
             )
         except papermill.exceptions.PapermillExecutionError as exc:
             where = f"cell {exc.cell_index + 1} of {str(executed)!r}"
