@@ -159,7 +159,7 @@ def test_torchft_fixtures_histories_of_a_fixed_gradient() -> None:
     histories: dict[str, tuple[list[float], list[float]]] = {
         "bsp": ([-4, -8, -12, -16, -20, -24], [-4, -8, -12, -16, -20, -24]),
         "bsp:accumulate=2": ([0, -4, -4, -8, -8, -12], [0, -4, -4, -8, -8, -12]),
-        "relaxed:payload=gradient,steps=1,staleness=1": ([0, -4, -8, -12, -16, -20], [0, -4, -8, -12, -16, -20]),
+        "anytime:compute_time=0.1,staleness=1": ([0, -4, -8, -12, -16, -20], [0, -4, -8, -12, -16, -20]),
         "local_sgd:steps=2": ([-2, -8, -10, -16, -18, -24], [-6, -8, -14, -16, -22, -24]),
         # At every second step: the mean of the window before, and the own deltas of this one.
         "cocod:steps=2": ([-2, -4, -6, -12, -14, -20], [-6, -12, -18, -20, -26, -28]),
@@ -542,7 +542,7 @@ def test_post_local_sgd_a_rank_that_overflows_hangs_nobody(rule: str) -> None:
 
     found = sr.VirtualCluster(2).run(rank)
     # The micro-batch alone is lost (of 6 on one of 2 ranks), or the step on all ranks (bsp), or nothing of a mean.
-    wanted = {"bsp": 5.0, "bsp:accumulate=2": 3.0, "relaxed:payload=gradient,steps=1,staleness=1": 6.0}.get(rule, 5.5)
+    wanted = {"bsp": 5.0, "bsp:accumulate=2": 3.0, "anytime:compute_time=0.1,staleness=1": 6.0}.get(rule, 5.5)
     assert found == [(wanted, 12)] * 2
 
 
