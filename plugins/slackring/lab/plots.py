@@ -1,9 +1,10 @@
-"""Plots of a comparison: accuracy over seconds, and where every rank's time went."""
+"""Plots of a comparison: accuracy over seconds, where every rank's time went, windows, batches, a swept option."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,11 +12,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from slackring.lab.compare import Row
 from slackring.lab.runs import Run
 from slackring.lab.supersteps import Superstep
 from slackring.lab.timeline import HIDDEN, lanes
+from slackring.lab.windows import batches, windows
 
-__all__ = ["accuracy_plot", "colours", "superstep_plot", "timeline_plot"]
+__all__ = [
+    "accuracy_plot",
+    "batch_plot",
+    "colours",
+    "superstep_plot",
+    "sweep_plot",
+    "timeline_plot",
+    "window_plot",
+]
 
 _NEUTRAL = "#555555"
 # Okabe and Ito's palette, which people with any colour vision tell apart; yellow is left out, too pale for a line.
@@ -141,6 +152,147 @@ def _draw_lanes(axes: Axes, run: Run, start: float, end: float) -> None:
             )
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     axes.set_ylim(ranks - 0.5, -0.5)
+
+
+def window_plot(runs: Mapping[str, Run], rounds: int = 40) -> Figure:
+    """Draw how many local steps each rank takes in a window, one panel a rule.
+
+    Parameters
+    ----------
+    runs
+        One run a rule.
+    rounds
+        How many rounds from the first are shown.
+
+    Returns
+    -------
+    Figure
+        For ``savefig`` or a notebook.
+    """
+    figure = Figure(figsize=(10, 0.9 + 1.9 * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (rule, run) in zip(panels, runs.items(), strict=True):
+        table = windows(run)
+        ranks = int(run.facts["ranks"])
+        for rank in range(ranks):
+            window = table[(table["rank"] == rank) & (table["round"] < rounds)]
+            # Lines of ranks that take as many steps lie over each other: the lower ones are wider.
+            width = 1.5 + 4.0 * (ranks - 1 - rank) / max(ranks - 1, 1)
+            colour = _PALETTE[rank % len(_PALETTE)]
+            axes.step(
+                window["round"], window["local_steps"], where="mid", color=colour, linewidth=width, label=f"rank {rank}"
+            )
+        axes.set_title(rule, loc="left", fontsize=10)
+        axes.set_ylabel("local steps")
+        axes.set_ylim(0, max(axes.get_ylim()[1], 2))
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.25)
+    panels[-1].set_xlabel("round")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 8), frameon=False, fontsize=9)
+    return _bare(figure, list(panels))
+
+
+def batch_plot(runs: Mapping[str, Run]) -> Figure:
+    """Draw the samples of every update, of all ranks together and by rank, a row of panels a rule.
+
+    Parameters
+    ----------
+    runs
+        One run a rule.
+
+    Returns
+    -------
+    Figure
+        Left, round by round, with the mean and a band of a standard deviation; right, the quartiles and extremes of each rank.
+    """
+    figure = Figure(figsize=(10, 0.5 + 2.4 * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), 2, squeeze=False, width_ratios=(3, 2))
+    for (left, right), (rule, run) in zip(panels, runs.items(), strict=True):
+        sizes, table = batches(run), windows(run)
+        mean, deviation = float(sizes.mean()), float(sizes.std(ddof=0))
+        left.plot(sizes.index, sizes, ".-", color=_PALETTE[0], linewidth=0.8, markersize=4)
+        left.axhline(mean, color="black", linewidth=1)
+        left.axhspan(mean - deviation, mean + deviation, color=_PALETTE[0], alpha=0.15, linewidth=0)
+        left.set_title(rule, loc="left", fontsize=10)
+        text = f"mean {mean:.0f}, standard deviation {deviation:.0f}"
+        left.text(0.01, 0.04, text, transform=left.transAxes, fontsize=9)
+        left.set_ylabel("samples of all ranks")
+        ranks = range(int(run.facts["ranks"]))
+        right.boxplot(
+            [table.loc[table["rank"] == rank, "samples"].to_numpy() for rank in ranks],
+            whis=(0, 100),
+            tick_labels=[str(rank) for rank in ranks],
+            medianprops={"color": _PALETTE[1], "linewidth": 2},
+        )
+        right.set_title("by rank: quartiles, extremes", loc="left", fontsize=10)
+        right.set_ylabel("samples in a window")
+        for axes in (left, right):
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+            axes.grid(alpha=0.25)
+        left.xaxis.get_major_locator().set_params(integer=True)
+    panels[-1, 0].set_xlabel("round")
+    panels[-1, 1].set_xlabel("rank")
+    return _bare(figure, list(panels.flat))
+
+
+def sweep_plot(rows: Mapping[str, Sequence[Row]], option: str, baseline: Sequence[Row] = ()) -> Figure:
+    """Draw what a swept option does to the seconds to the target and to the share of the no-wait limit.
+
+    Parameters
+    ----------
+    rows
+        Rows by the option's value.
+    option
+        Its name.
+    baseline
+        Rows of plain BSP, drawn as a dashed line.
+
+    Returns
+    -------
+    Figure
+        Medians and ranges over the runs; a value with runs that missed the target has a cross at the top and their number.
+    """
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_sweep(left, rows, baseline, lambda row: row.seconds_to_target)
+    _draw_sweep(right, rows, baseline, lambda row: row.limit_share)
+    for place, some in enumerate(rows.values()):
+        missed = sum(row.seconds_to_target is None for row in some)
+        if missed:
+            top = left.get_xaxis_transform()
+            left.plot(place, 0.95, "x", color=_PALETTE[1], transform=top, clip_on=False)
+            left.text(place, 0.89, f"{missed} of {len(some)}\nmissed", transform=top, fontsize=8, ha="center", va="top")
+    left.set_ylabel("seconds to the target")
+    right.set_ylabel("share of the no-wait limit")
+    everyone = [row for some in (*rows.values(), baseline) for row in some]
+    if all(row.seconds_to_target is None for row in everyone):
+        left.set_yticks([])
+    left.set_ylim(0, (1.4 if any(row.seconds_to_target is None for row in everyone) else 1.1) * left.get_ylim()[1])
+    right.set_ylim(0, 1.05)
+    for axes in (left, right):
+        axes.set_xlabel(option)
+        axes.set_xlim(-0.5, len(rows) - 0.5)
+        axes.set_xticks(range(len(rows)), list(rows))
+        axes.grid(alpha=0.25)
+    return _bare(figure, [left, right])
+
+
+def _draw_sweep(
+    axes: Axes, rows: Mapping[str, Sequence[Row]], baseline: Sequence[Row], measure: Callable[[Row], float | None]
+) -> None:
+    for place, some in enumerate(rows.values()):
+        known = [value for row in some if (value := measure(row)) is not None]
+        if known and len(known) == len(some):  # a median of those that got there flatters
+            middle = statistics.median(known)
+            reach = [[middle - min(known)], [max(known) - middle]]
+            axes.errorbar(place, middle, reach, fmt="o", color=_PALETTE[0], capsize=4)
+    known = [value for row in baseline if (value := measure(row)) is not None]
+    if known and len(known) == len(baseline):
+        middle = statistics.median(known)
+        axes.axhline(middle, color=_NEUTRAL, linestyle="--")
+        axes.text(1.0, middle, "bsp", transform=axes.get_yaxis_transform(), color=_NEUTRAL, fontsize=9, va="center")
 
 
 def superstep_plot(superstep: Superstep) -> Figure:
