@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from slackring import cli
 
-COMMANDS = ["doctor", "train", "compare", "fuzz", "show", "plan", "demo"]
+COMMANDS = ["doctor", "train", "compare", "fuzz", "show", "plan", "demo", "notebooks list", "notebooks run"]
 VIRTUAL = [
     "--virtual",
     "--task",
@@ -68,7 +68,7 @@ def test_without_a_command_the_help_is_shown(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_with_an_example(command):
-    done = CliRunner().invoke(cli.cli, [command, "--help"])
+    done = CliRunner().invoke(cli.cli, [*command.split(), "--help"])
     assert done.exit_code == 0
     assert "slackring " + command in done.output
     assert "Example" in done.output
@@ -176,6 +176,12 @@ BAD = {
     "times": (["plan", "no-such.csv"], "'no-such.csv' cannot be read"),
     "notebook": (["demo", "--notebook", "no-such.ipynb"], "there is no notebook 'no-such.ipynb'"),
     "no notebook": (["demo", "--notebook", __file__], "is not a notebook"),
+    "no notebooks": (["notebooks", "list"], "there are no notebooks in 'notebooks'"),
+    "parameter": (["notebooks", "run", "quickstart", "-p", "size"], "'size': it is of the form KEY=VALUE"),
+    "parameters": (
+        ["notebooks", "run", "quickstart", "-p", "a=1", "-p", "a=2"],
+        "'a=2': this parameter is given twice",
+    ),
 }
 
 

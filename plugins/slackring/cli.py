@@ -427,6 +427,110 @@ def demo(notebook: Path, out: Path, as_json: bool) -> None:
     click.echo(f"The page is {page}")
 
 
+@cli.group()
+def notebooks() -> None:
+    """List the notebooks of a clone of the repository, and run them by papermill.
+
+    \b
+    Examples:
+      slackring notebooks list
+      slackring notebooks run losp -p size=laptop -p virtual=true --out runs/losp
+    """
+
+
+_folder = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default="notebooks",
+    show_default=True,
+    help="Where the notebooks are.",
+)
+
+
+@notebooks.command("list")
+@_folder
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def list_notebooks(folder: Path, as_json: bool) -> None:
+    """List notebooks, and the parameters of each.
+
+    \b
+    Example:
+      slackring notebooks list
+    """
+    from slackring.lab.notebooks import find_notebooks, parameters_of, title_of
+
+    found = [(notebook, title_of(notebook), parameters_of(notebook)) for notebook in find_notebooks(folder)]
+    if as_json:
+        listed = [
+            {
+                "name": notebook.stem,
+                "title": title,
+                "parameters": {name: parameter._asdict() for name, parameter in parameters.items()},
+            }
+            for notebook, title, parameters in found
+        ]
+        click.echo(json.dumps({"notebooks": listed}, indent=1))
+        return
+    for notebook, title, parameters in found:
+        click.echo(f"{notebook.stem}: {title}")
+        for name, parameter in parameters.items():
+            click.echo(f"    {name}={parameter.default}  {parameter.explanation}")
+
+
+@notebooks.command("run")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option(
+    "-p", "--parameter", "settings", multiple=True, metavar="KEY=VALUE", help="Of every notebook that is named."
+)
+@_folder
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="runs/notebooks", show_default=True, help="Where results go."
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Notebooks that run at the same time."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def run_notebooks(
+    names: tuple[str, ...], settings: tuple[str, ...], folder: Path, out: Path, jobs: int, as_json: bool
+) -> None:
+    """Run notebooks from their first cell to their last; each leaves itself, executed, and a page without its code.
+
+    One that fails does not keep the others from running; the exit code is 2 then.
+
+    \b
+    Examples:
+      slackring notebooks run losp -p size=laptop --out runs/losp
+      slackring notebooks run elastic_bsp anytime_minibatch losp -p size=smoke -p virtual=true --jobs 2
+    """
+    from slackring.lab import notebooks as lab
+
+    texts: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or key in texts:
+            raise SpecError(
+                f"-p {setting!r}: {'this parameter is given twice' if equals else 'it is of the form KEY=VALUE'}."
+            )
+        texts[key] = value
+    found = lab.find_notebooks(folder, names)
+    values = {notebook: lab.read_values(notebook, texts) for notebook in found}
+    for notebook in found:
+        if "out" in lab.parameters_of(notebook):
+            values[notebook].setdefault("out", str(out.resolve()))
+    pages: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for notebook, result in lab.run_notebooks(found, out, values, jobs):
+        if isinstance(result, SlackringError):
+            failed[notebook.stem] = str(result)
+            click.echo(f"slackring: error: {result}", err=True)
+        else:
+            pages[notebook.stem] = str(result)
+            click.echo(f"The page is {result}", err=as_json)
+    if as_json:
+        click.echo(json.dumps({"pages": pages, "failed": failed}, indent=1))
+    sys.exit(2 if failed else 0)
+
+
 _BESIDE_RESUME = {"resume", "checkpoint_every", "workers", "virtual", "seconds", "samples", "rounds", "out", "as_json"}
 
 

@@ -1,25 +1,90 @@
-"""Runs a notebook from its first cell to its last, and makes a page of it."""
+"""Runs notebooks from their first cell to their last, and makes pages of them."""
 
 from __future__ import annotations
 
 import ast
 import json
 import logging
+import multiprocessing
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from slackring.errors import DataError, SlackringError, SpecError
 from slackring.lab.runs import check_writable, whole, writing
+from slackring.spec import nearest
 
-__all__ = ["run_notebook"]
+__all__ = ["Parameter", "find_notebooks", "parameters_of", "read_values", "run_notebook", "run_notebooks", "title_of"]
+
+_BOOLEANS = {"true": True, "false": False}
 
 
-def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) -> Path:
+class Parameter(NamedTuple):
+    """A parameter of a notebook.
+
+    Attributes
+    ----------
+    type
+        Of ``str``, ``int``, ``float`` and ``bool``; a value without an annotation has the type of its default.
+    default
+        Its value, if none is given.
+    explanation
+        The comment behind it.
+    """
+
+    type: str
+    default: object
+    explanation: str
+
+
+def run_notebooks(
+    notebooks: Sequence[Path], out: Path, parameters: Mapping[Path, Mapping[str, object]], jobs: int = 1
+) -> Iterator[tuple[Path, Path | SlackringError]]:
+    """Execute notebooks, at most `jobs` at a time, each in a process of its own.
+
+    Parameters
+    ----------
+    notebooks
+        What to run.
+    out
+        As in :func:`run_notebook`.
+    parameters
+        By notebook.
+    jobs
+        How many may run at the same time. With more than one, nothing is told of what they print.
+
+    Yields
+    ------
+    tuple
+        A notebook and its page, or what went wrong; in the order in which they end.
+    """
+    if jobs == 1 or len(notebooks) == 1:
+        for notebook in notebooks:
+            try:
+                yield notebook, run_notebook(notebook, out, parameters[notebook])
+            except SlackringError as exc:
+                yield notebook, exc
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {
+            pool.submit(run_notebook, notebook, out, parameters[notebook], echo=False): notebook
+            for notebook in notebooks
+        }
+        for future in as_completed(running):
+            error = future.exception()
+            if error is None:
+                yield running[future], future.result()
+            elif isinstance(error, SlackringError):
+                yield running[future], error
+            else:
+                raise error
+
+
+def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object], *, echo: bool = True) -> Path:
     """Execute a notebook with papermill, and convert it to HTML without its code.
-
-    What it prints goes to stderr meanwhile.
 
     Parameters
     ----------
@@ -29,6 +94,8 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
         Folder for the executed notebook and the page, which replace older ones of the same name.
     parameters
         By name.
+    echo
+        Whether what it prints goes to stderr meanwhile.
 
     Returns
     -------
@@ -49,9 +116,9 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
         raise DataError(f"notebooks need the package {exc.name}: pip install 'slackring[lab]'.") from exc
     if not notebook.is_file():
         raise DataError(f"there is no notebook {str(notebook)!r}; run this from a clone of the repository.")
-    unknown = set(parameters) - _parameters(notebook)
-    if unknown:
-        raise SpecError(f"notebook {str(notebook)!r} has no parameter {', '.join(sorted(unknown))}.")
+    known = parameters_of(notebook)
+    for name in parameters:
+        _require(notebook, name, known)
     check_writable(out)
     executed = out / notebook.name
     # Papermill complains of the help texts behind parameters, and the kernel of its local connection and, after Ctrl-C, of a
@@ -65,8 +132,8 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
                 str(executed),
                 dict(parameters),
                 progress_bar=False,
-                stdout_file=sys.stderr,
-                stderr_file=sys.stderr,
+                stdout_file=sys.stderr if echo else None,
+                stderr_file=sys.stderr if echo else None,
                 extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
             )
         except papermill.exceptions.PapermillExecutionError as exc:
@@ -79,17 +146,102 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object]) ->
     return page
 
 
-def _parameters(notebook: Path) -> set[str]:
-    """Names that the cell tagged `parameters` sets; papermill itself cannot read those whose text has an equals sign."""
+def find_notebooks(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Find notebooks in a folder.
+
+    Parameters
+    ----------
+    folder
+        Where they are.
+    names
+        Which, with or without ``.ipynb``; all if empty.
+
+    Raises
+    ------
+    DataError
+        If the folder has none.
+    SpecError
+        If one that is named is not there.
+    """
+    known = {file.stem: file for file in sorted(folder.glob("*.ipynb"))}
+    if not known:
+        raise DataError(
+            f"there are no notebooks in {str(folder)!r}; run this from a clone of the repository, or give --folder."
+        )
+    stems = [name.removesuffix(".ipynb") for name in names] or list(known)
+    for stem in stems:
+        if stem not in known:
+            raise SpecError(f"there is no notebook {stem!r} in {str(folder)!r}; {nearest(stem, known)}.")
+    return [known[stem] for stem in dict.fromkeys(stems)]
+
+
+def title_of(notebook: Path) -> str:
+    """The first heading of a notebook; empty if it has none."""
+    sources = ("".join(cell["source"]) for cell in _cells(notebook) if cell["cell_type"] == "markdown")
+    headings = (line.removeprefix("# ") for source in sources for line in source.splitlines() if line.startswith("# "))
+    return next(headings, "")
+
+
+def parameters_of(notebook: Path) -> dict[str, Parameter]:
+    """The parameters of a notebook by name; papermill itself cannot read those whose text has an equals sign.
+
+    Raises
+    ------
+    DataError
+        If the file is no notebook, or the cell that is tagged `parameters` is not made of literals.
+    """
+    tagged = [cell for cell in _cells(notebook) if "parameters" in cell["metadata"].get("tags", ())]
+    found: dict[str, Parameter] = {}
+    for source in ("".join(cell["source"]) for cell in tagged):
+        try:
+            for statement in ast.parse(source).body:
+                match statement:
+                    case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
+                        kind = ast.unparse(annotation)
+                    case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                        kind = type(ast.literal_eval(value)).__name__
+                    case _:
+                        continue
+                rest = source.splitlines()[(value.end_lineno or 1) - 1][value.end_col_offset or 0 :]
+                found[name] = Parameter(kind, ast.literal_eval(value), rest.partition("#")[2].strip())
+        except (ValueError, SyntaxError) as exc:
+            raise DataError(f"the parameters of {str(notebook)!r} cannot be read: {exc}.") from exc
+    return found
+
+
+def read_values(notebook: Path, texts: Mapping[str, str]) -> dict[str, object]:
+    """Read values of a notebook's parameters from text, as their types ask for.
+
+    Raises
+    ------
+    SpecError
+        For an unknown parameter (with the nearest valid one) or a malformed value.
+    """
+    known = parameters_of(notebook)
+    values: dict[str, object] = {}
+    for name, text in texts.items():
+        kind = _require(notebook, name, known).type
+        try:
+            values[name] = (
+                _BOOLEANS[text.lower()] if kind == "bool" else {"int": int, "float": float}.get(kind, str)(text)
+            )
+        except (ValueError, KeyError):
+            what = {"bool": "true or false", "int": "a whole number"}.get(kind, "a number")
+            raise SpecError(f"parameter {name} of notebook {notebook.stem!r} is {what}, not {text!r}.") from None
+    return values
+
+
+def _require(notebook: Path, name: str, known: Mapping[str, Parameter]) -> Parameter:
+    if name not in known:
+        raise SpecError(f"notebook {notebook.stem!r} has no parameter {name!r}; {nearest(name, known)}.")
+    return known[name]
+
+
+def _cells(notebook: Path) -> list[dict[str, Any]]:
     try:
-        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
-        statements = [statement for cell in tagged for statement in ast.parse("".join(cell["source"])).body]
-    except (OSError, ValueError, KeyError, TypeError, SyntaxError) as exc:
+        cells: list[dict[str, Any]] = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            _ = cell["cell_type"], cell["metadata"], cell["source"]
+    except (OSError, ValueError, KeyError, TypeError) as exc:
         raise DataError(f"{str(notebook)!r} is not a notebook that can be read: {exc!r}.") from exc
-    return {
-        target.id
-        for statement in statements
-        for target in (statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)])
-        if isinstance(target, ast.Name)
-    }
+    return cells
