@@ -1,4 +1,4 @@
-"""The quickstart notebook runs by papermill, from typed parameters to a page with its table and plots."""
+"""The notebooks run by papermill, from typed parameters to a page with its tables, plots and findings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import pty
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slackring.errors import DataError, SlackringError, SpecError
 from slackring.lab.notebooks import run_notebook
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "quickstart.ipynb"
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+QUICKSTART = FOLDER / "quickstart.ipynb"
 TINY = {
     "task": "digits",
     "rules": "bsp,losp",
@@ -29,33 +32,60 @@ TINY = {
 }
 
 
+def cells(notebook: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(notebook.read_text())["cells"]
+    return found
+
+
+def plots(executed: Path) -> int:
+    return sum("image/png" in out.get("data", ()) for cell in cells(executed) for out in cell.get("outputs", ()))
+
+
 @pytest.mark.notebook
 def test_a_tiny_run_makes_a_page_with_table_and_plots(tmp_path: Path) -> None:
-    page = run_notebook(NOTEBOOK, tmp_path, {**TINY, "out": str(tmp_path)})
+    page = run_notebook(QUICKSTART, tmp_path, {**TINY, "out": str(tmp_path)})
     text = page.read_text()
-    cells = json.loads((tmp_path / NOTEBOOK.name).read_text())["cells"]
-    plots = [out for cell in cells for out in cell.get("outputs", ()) if "image/png" in out.get("data", ())]
-    assert len(plots) == 2
+    assert plots(tmp_path / QUICKSTART.name) == 2
     assert "First at 0.6" in text
     assert "persistent:ranks=1,factor=3" in text
     (comparison,) = tmp_path.glob("*/comparison.json")
     assert {run["rule"] for run in json.loads(comparison.read_text())["runs"]} == {"bsp", "losp"}
 
 
-def test_every_parameter_has_a_type_and_an_explanation() -> None:
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    (cell,) = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
+@pytest.mark.notebook
+@pytest.mark.parametrize(
+    ("name", "pictures", "comparisons", "found"),
+    [
+        ("losp", 4, 2, ["<code>losp</code> reached 0.7 ", "compensation=auto", "at a staleness of 1"]),
+        ("anytime_minibatch", 5, 4, ["reached 0.7 ", "Samples in an update", "staleness=1", "compute_time=0.8"]),
+        ("elastic_bsp", 5, 3, ["reached 0.7 ", "lookahead=1", "server/elastic_bsp"]),
+    ],
+)
+def test_the_notebook_of_a_paper_ends_with_what_it_found(
+    tmp_path: Path, name: str, pictures: int, comparisons: int, found: list[str]
+) -> None:
+    page = run_notebook(FOLDER / f"{name}.ipynb", tmp_path, {"size": "smoke", "virtual": True, "out": str(tmp_path)})
+    assert plots(tmp_path / f"{name}.ipynb") == pictures
+    assert len(list(tmp_path.glob("*/comparison.json"))) == comparisons
+    for text in found:
+        assert re.search(text, page.read_text()), text
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_every_parameter_has_a_type_and_an_explanation(notebook: Path) -> None:
+    (cell,) = [cell for cell in cells(notebook) if "parameters" in cell["metadata"].get("tags", ())]
     for line in "".join(cell["source"]).splitlines():
         assert re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line), line
 
 
-def test_no_output_is_committed() -> None:
-    assert all(not cell.get("outputs") for cell in json.loads(NOTEBOOK.read_text())["cells"])
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_no_output_is_committed(notebook: Path) -> None:
+    assert all(not cell.get("outputs") for cell in cells(notebook))
 
 
 def test_what_cannot_run_is_said_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no parameter speed"):
-        run_notebook(NOTEBOOK, tmp_path, {"speed": 3})
+    with pytest.raises(SpecError, match="no parameter 'speed'; did you mean 'seeds'"):
+        run_notebook(QUICKSTART, tmp_path, {"speed": 3})
     with pytest.raises(DataError, match=r"no notebook 'nowhere\.ipynb'"):
         run_notebook(Path("nowhere.ipynb"), tmp_path, {})
 
@@ -63,17 +93,17 @@ def test_what_cannot_run_is_said_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.notebook
 def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(SlackringError, match=r"cell \d+ of .*quickstart\.ipynb' failed: RuleError: .*'losp'"):
-        run_notebook(NOTEBOOK, tmp_path, {**TINY, "rules": "bsp,lsop", "out": str(tmp_path)})
+        run_notebook(QUICKSTART, tmp_path, {**TINY, "rules": "bsp,lsop", "out": str(tmp_path)})
 
 
 @pytest.mark.notebook
 def test_ctrl_c_at_a_terminal_is_one_line(tmp_path: Path) -> None:
     waiting = "print('ready', flush=True)\nimport time\nfor _ in range(600): time.sleep(0.1)"
-    cells = [("out = ''", ["parameters"]), (waiting, [])]
+    sources = [("out = ''", ["parameters"]), (waiting, [])]
     notebook = {
         "cells": [
             {"cell_type": "code", "source": code, "metadata": {"tags": tags}, "outputs": [], "execution_count": None}
-            for code, tags in cells
+            for code, tags in sources
         ],
         "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
         "nbformat": 4,
