@@ -44,13 +44,13 @@ def test_what_is_given_replaces_what_the_size_says_and_what_is_empty_does_not():
 
 
 def test_a_sweep_keeps_the_rules_other_options_and_takes_more():
-    given = study("anytime", "smoke", rule="anytime:compute_time=0.4,overshoot=no")
+    given = study("anytime", "smoke", rule="anytime:compute_time=0.4")
     sweep = given.sweep("staleness", "0, 2,auto", beside="", communication_time=0.3)
     common = "anytime:compute_time=0.4"
     assert sweep.rules == {
-        "0": f"{common},communication_time=0.3,overshoot=False",
-        "2": f"{common},staleness=2,communication_time=0.3,overshoot=False",
-        "auto": f"{common},staleness=auto,communication_time=0.3,overshoot=False",
+        "0": f"{common},communication_time=0.3",
+        "2": f"{common},staleness=2,communication_time=0.3",
+        "auto": f"{common},staleness=auto,communication_time=0.3",
     }
     assert sweep.config.rules == tuple(sweep.rules.values())
 

@@ -19,7 +19,7 @@ def run(rule, **changes):
 
 @pytest.fixture(scope="module")
 def runs():
-    return {rule: run(rule) for rule in ("bsp:accumulate=2", "losp", "anytime:compute_time=0.8,overshoot=no")}
+    return {rule: run(rule) for rule in ("bsp:accumulate=2", "losp", "anytime:compute_time=0.8")}
 
 
 def test_windows_count_every_local_step_and_sample_once(runs):
@@ -35,7 +35,7 @@ def test_windows_count_every_local_step_and_sample_once(runs):
     [
         ("bsp:accumulate=2", 2, 2, 0),
         ("losp", 4, 1, 1),
-        ("anytime:compute_time=0.8,overshoot=no", 8, 2, 0),
+        ("anytime:compute_time=0.8", 8, 2, 0),
     ],
 )
 def test_windows_are_as_long_as_the_rule_says(runs, rule, rank_0, rank_1, stale):
@@ -47,14 +47,14 @@ def test_windows_are_as_long_as_the_rule_says(runs, rule, rank_0, rank_1, stale)
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_staleness_is_what_the_rule_says_once_rounds_take_that_long(staleness):
-    rule = f"anytime:compute_time=0.4,overshoot=no,staleness={staleness},communication_time={0.4 * max(staleness, 1)}"
+    rule = f"anytime:compute_time=0.4,staleness={staleness},communication_time={0.4 * max(staleness, 1)}"
     table = windows(run(rule, seconds=6.0))
     assert table[table["round"] < staleness]["staleness"].tolist() == [r for _ in range(2) for r in range(staleness)]
     assert set(table[table["round"] >= staleness]["staleness"]) == {staleness}
 
 
 def test_idle_is_what_blocked_a_rank():
-    half = "anytime:compute_time=0.4,overshoot=no,communication_time=0.4"
+    half = "anytime:compute_time=0.4,communication_time=0.4"
     assert idle_share(run(half, seconds=8.0)) == pytest.approx([0.5, 0.5], abs=0.06)
     assert idle_share(run("bsp", seconds=8.0)) == pytest.approx([0.75, 0.0], abs=0.01)
 

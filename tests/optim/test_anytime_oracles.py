@@ -249,7 +249,7 @@ def test_a_window_has_at_least_one_step() -> None:
 def test_a_deadline_can_cut_injected_delays_short() -> None:
     """The step that was in the delay counts no samples, and nobody waits for it; a window's first step is never cut."""
     cut, whole = (
-        train(f"anytime:compute_time=1,interrupt={interrupt}", bowl, [44, 44], speeds=[0.1, 0.7])
+        train(f"anytime:compute_time=1,overshoot=yes,interrupt={interrupt}", bowl, [44, 44], speeds=[0.1, 0.7])
         for interrupt in ("yes", "no")
     )
     assert intervals(cut).max() == pytest.approx(1.0)

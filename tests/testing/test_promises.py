@@ -24,7 +24,7 @@ RULES = [
     "cocod:steps=2",
     "cocod:weighting=samples",
     "anytime:compute_time=0.0035",
-    "anytime:compute_time=0.0035,staleness=2,overshoot=no",
+    "anytime:compute_time=0.0035,staleness=2,overshoot=yes",
     "anytime:compute_time=0.002,staleness=auto,communication_time=0.003",
     "anytime:target_batch=20,staleness=1",
     "elastic_bsp:lookahead=4",

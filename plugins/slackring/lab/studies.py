@@ -177,7 +177,7 @@ STUDIES: Mapping[str, Mapping[str, Study]] = MappingProxyType(
         ),
         "anytime": _sizes(
             Study(
-                rule="anytime:compute_time=0.4,overshoot=no",
+                rule="anytime:compute_time=0.4",
                 baselines="bsp,bsp:accumulate=3,local_sgd:steps=4",
                 values={"compute_time": "0.2,0.4,0.8,1.6", "staleness": "0,1,2,auto"},
                 communication_time=0.4,
@@ -187,7 +187,7 @@ STUDIES: Mapping[str, Mapping[str, Study]] = MappingProxyType(
             smoke={"baselines": "bsp,bsp:accumulate=3", "values": {"compute_time": "0.4,0.8", "staleness": "0,1"}},
             # Ten workers, 60 samples in 2.5 s on average, and a round trip of 10 s: four windows.
             paper={
-                "rule": "anytime:compute_time=2.5,overshoot=no",
+                "rule": "anytime:compute_time=2.5",
                 "baselines": "bsp,bsp:accumulate=10,local_sgd:steps=10",
                 "values": {"compute_time": "1.25,2.5,5", "staleness": "0,1,2,4,auto"},
                 "communication_time": 10.0,

@@ -50,7 +50,11 @@ class AnytimeMinibatch(Rule):
         ``mu`` with `overshoot` (n ranks, m samples a step, mu the mean time for b / n samples), measured anew in every round.
     overshoot
         Whether a local step may begin that will end after the deadline, as in the authors' code; else a rank stops before it,
-        if the step would take as long as the last one. A window has at least one local step.
+        if the step would take as long as the last one. A window has at least one local step. Off by default, since on a ring
+        all ranks wait for the one that overshoots most: on mnist5k with windows of 0.5 s, local steps of 0.1, 0.1, 0.13 and
+        0.4 s and five seeds it took 33.6 s to an accuracy of 0.88, and 21.5 s without (``slackring compare --virtual --rules
+        anytime:compute_time=0.5,anytime:compute_time=0.5,overshoot=yes --straggler persistent:ranks=2+3,factor=1.3+4
+        --step-time 0.1 --seconds 40 --seeds 0,1,2,3,4 --lr-grid 0.2,0.4,0.8,1.6``).
     interrupt
         Whether the deadline cuts delays that are injected (by a straggler model, not real ones) short; the local step that
         was in one then counts no samples.
@@ -67,7 +71,7 @@ class AnytimeMinibatch(Rule):
     staleness: int | Literal["auto"] = 0  # type: ignore[assignment]  # "auto" is what the plan makes of it
     communication_time: float | None = None
     target_batch: float | None = None
-    overshoot: bool = True
+    overshoot: bool = False
     interrupt: bool = False
 
     def check(self) -> None:

@@ -110,7 +110,7 @@ class Deadline(Trigger):
     """
 
     by_rank: ClassVar[bool] = True
-    overshoot: bool = True
+    overshoot: bool = False
 
     def closes(self, moment: Moment) -> bool:
         """Whether no further local step is to begin."""
