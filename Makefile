@@ -44,7 +44,7 @@ demo: setup
 	@$(BIN)/slackring demo --out runs/demo
 
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.package
 	$(BIN)/ruff check .
