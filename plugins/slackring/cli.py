@@ -519,7 +519,7 @@ def run_notebooks(
             values[notebook].setdefault("out", str(out.resolve()))
     pages: dict[str, str] = {}
     failed: dict[str, str] = {}
-    for notebook, result in lab.run_notebooks(found, out, values, jobs):
+    for notebook, result in lab.run_notebooks(values, out, jobs):
         if isinstance(result, SlackringError):
             failed[notebook.stem] = str(result)
             click.echo(f"slackring: error: {result}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 
 import pytest
@@ -106,12 +107,24 @@ def test_a_notebook_that_fails_leaves_the_others_alone(tmp_path, jobs):
     bad = write(tmp_path, "bad", "runs: int = 1  # how many", "1 / (runs - 1)")
     good = write(tmp_path, "good", "runs: int = 1  # how many", "print('runs:', runs)")
     out = tmp_path / "out"
-    found = dict(run_notebooks([bad, good], out, {bad: {}, good: {"runs": 7}}, jobs))
+    found = dict(run_notebooks({bad: {}, good: {"runs": 7}}, out, jobs))
     assert isinstance(found[bad], SlackringError)
     assert "cell 3 of" in str(found[bad])
     assert "ZeroDivisionError" in str(found[bad])
     assert found[good] == out / "good.html"
     assert "runs: 7" in found[good].read_text()
+
+
+@pytest.mark.notebook
+def test_what_still_runs_ends_with_its_caller(tmp_path):
+    quick = write(tmp_path, "quick", "runs: int = 1  # how many")
+    endless = write(tmp_path, "endless", "runs: int = 1  # how many", "import time\nwhile True: time.sleep(0.1)")
+    out = tmp_path / "out"
+    results = run_notebooks({endless: {}, quick: {}}, out, 2)
+    assert next(results) == (quick, out / "quick.html")
+    assert len(multiprocessing.active_children()) == 1
+    results.close()
+    assert not multiprocessing.active_children()
 
 
 def invoke(monkeypatch, capsys, *arguments):

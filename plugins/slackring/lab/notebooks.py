@@ -6,10 +6,13 @@ import ast
 import json
 import logging
 import multiprocessing
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,18 +44,16 @@ class Parameter(NamedTuple):
 
 
 def run_notebooks(
-    notebooks: Sequence[Path], out: Path, parameters: Mapping[Path, Mapping[str, object]], jobs: int = 1
+    parameters: Mapping[Path, Mapping[str, object]], out: Path, jobs: int = 1
 ) -> Iterator[tuple[Path, Path | SlackringError]]:
-    """Execute notebooks, at most `jobs` at a time, each in a process of its own.
+    """Execute notebooks, at most `jobs` at a time, then each in a process of its own.
 
     Parameters
     ----------
-    notebooks
-        What to run.
-    out
-        As in :func:`run_notebook`.
     parameters
         By notebook.
+    out
+        As in :func:`run_notebook`.
     jobs
         How many may run at the same time. With more than one, nothing is told of what they print.
 
@@ -61,26 +62,49 @@ def run_notebooks(
     tuple
         A notebook and its page, or what went wrong; in the order in which they end.
     """
-    if jobs == 1 or len(notebooks) == 1:
-        for notebook in notebooks:
-            try:
-                yield notebook, run_notebook(notebook, out, parameters[notebook])
-            except SlackringError as exc:
-                yield notebook, exc
+    if jobs == 1 or len(parameters) == 1:
+        for notebook in parameters:
+            yield notebook, _result(notebook, out, parameters[notebook], echo=True)
         return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {
-            pool.submit(run_notebook, notebook, out, parameters[notebook], echo=False): notebook
-            for notebook in notebooks
-        }
-        for future in as_completed(running):
-            error = future.exception()
-            if error is None:
-                yield running[future], future.result()
-            elif isinstance(error, SlackringError):
-                yield running[future], error
-            else:
-                raise error
+    context = multiprocessing.get_context("spawn")
+    waiting, running = list(parameters), dict[Connection, tuple[Path, SpawnProcess]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                notebook = waiting.pop(0)
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_serve, args=(sender, notebook, out, parameters[notebook]), daemon=True
+                )
+                process.start()
+                sender.close()  # so that its death is noticed here
+                running[receiver] = notebook, process
+            ended = connection.wait(list(running))
+            for receiver in [receiver for receiver in running if receiver in ended]:
+                notebook, process = running.pop(receiver)
+                try:
+                    result = receiver.recv()
+                except EOFError:
+                    result = SlackringError(f"the process that ran {str(notebook)!r} died.")
+                process.join()
+                yield notebook, result
+    finally:
+        for _, process in running.values():
+            process.terminate()
+            process.join()
+
+
+def _serve(sender: Connection, notebook: Path, out: Path, parameters: Mapping[str, object]) -> None:
+    """Run a notebook in a process of its own, which its parent ends if it is interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sender.send(_result(notebook, out, parameters, echo=False))
+
+
+def _result(notebook: Path, out: Path, parameters: Mapping[str, object], *, echo: bool) -> Path | SlackringError:
+    try:
+        return run_notebook(notebook, out, parameters, echo=echo)
+    except SlackringError as exc:
+        return exc
 
 
 def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object], *, echo: bool = True) -> Path:
