@@ -176,15 +176,16 @@ STUDIES: Mapping[str, Mapping[str, Study]] = MappingProxyType(
             paper={"values": {"lookahead": "15,30,60,120,240"}, "straggler": "shifted_exponential:mean=0.1"},
         ),
         "anytime": _sizes(
+            # A window is a little longer than a step of the slowest rank: at 0.4 s, real ranks would just miss its end.
             Study(
-                rule="anytime:compute_time=0.4",
+                rule="anytime:compute_time=0.42",
                 baselines="bsp,bsp:accumulate=3,local_sgd:steps=4",
-                values={"compute_time": "0.2,0.4,0.8,1.6", "staleness": "0,1,2,auto"},
-                communication_time=0.4,
+                values={"compute_time": "0.21,0.42,0.84,1.68", "staleness": "0,1,2,auto"},
+                communication_time=0.42,
                 seconds=30.0,
                 target=0.82,
             ),
-            smoke={"baselines": "bsp,bsp:accumulate=3", "values": {"compute_time": "0.4,0.8", "staleness": "0,1"}},
+            smoke={"baselines": "bsp,bsp:accumulate=3", "values": {"compute_time": "0.42,0.84", "staleness": "0,1"}},
             # Ten workers, 60 samples in 2.5 s on average, and a round trip of 10 s: four windows.
             paper={
                 "rule": "anytime:compute_time=2.5",
@@ -204,7 +205,7 @@ STUDIES: Mapping[str, Mapping[str, Study]] = MappingProxyType(
                 values={"compensation": "0,0.5,0.75,1,1.5,auto"},
             ),
             smoke={"values": {"compensation": "0,auto"}},
-            paper={"rule": "losp:k_max=256", "workers": 8, "network": "latency=0.005,bandwidth=1e8"},
+            paper={"rule": "losp:k_max=256", "workers": 8, "network": "latency=0.02,bandwidth=1e7"},
         ),
     }
 )
