@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from slackring.errors import SpecError
 from slackring.lab.choices import parse_choices
@@ -82,9 +82,6 @@ class Study:
     seconds: float = 20.0
     target: float = 0.86
 
-    def _with(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)
-
     def comparison(self, rules: str = "", *, virtual: bool = True) -> CompareConfig:
         """Say what to compare: `rules`, or the baselines and the paper's rule."""
         return CompareConfig(
@@ -155,9 +152,9 @@ def _sizes(laptop: Study, smoke: Mapping[str, Any], paper: Mapping[str, Any]) ->
     large = {"tuning_runs": 3, "seeds": "0,1,2,3,4", "seconds": 60.0, "target": 0.9}
     return MappingProxyType(
         {
-            "smoke": laptop._with(**{**small, **smoke}),
+            "smoke": dataclasses.replace(laptop, **{**small, **smoke}),
             "laptop": laptop,
-            "paper": laptop._with(**{**large, **paper}),
+            "paper": dataclasses.replace(laptop, **{**large, **paper}),
         }
     )
 
