@@ -37,7 +37,8 @@ class AnytimeMinibatch(Rule):
     Parameters
     ----------
     compute_time
-        T, seconds in which a window computes; None if `target_batch` is given.
+        T, seconds in which a window computes; None if `target_batch` is given. A little more than a whole number of the slowest
+        rank's steps wastes least.
     staleness
         tau, averages that a gradient may be behind, which is also the rounds in flight. ``"auto"`` measures the first rounds:
         0 if they take less than a quarter of T (then hiding them gains less than stale gradients cost), else

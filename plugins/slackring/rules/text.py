@@ -14,13 +14,14 @@ from slackring.spec import parse
 __all__ = ["parse_rule", "parse_rules", "rules", "split_rules"]
 
 _GROUP = "slackring.rules"
+_BUILT_IN: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (BSP, LocalSGD, OSP, LOSP, CoCoD, ElasticBSP, AnytimeMinibatch, Relaxed)
+}
 
 
 def rules() -> dict[str, type[Rule]]:
     """All rules by text name: the built-in ones, and those announced by entry points in the group ``slackring.rules``."""
-    found: dict[str, type[Rule]] = {
-        rule.name: rule for rule in (BSP, LocalSGD, OSP, LOSP, CoCoD, ElasticBSP, AnytimeMinibatch, Relaxed)
-    }
+    found = dict(_BUILT_IN)
     for point in entry_points(group=_GROUP):
         found.setdefault(point.name, point.load())
     return found
@@ -39,7 +40,11 @@ def parse_rule(text: str | Rule) -> Rule:
     >>> parse_rule("losp:k_max=16,compensation=0.75")
     LOSP(k_min=1, k_max=16, weighting='steps', compensation=0.75)
     """
-    return text if isinstance(text, Rule) else parse(text, rules(), kind="rule", error=RuleError)
+    if isinstance(text, Rule):
+        return text
+    name = text.partition(":")[0].strip()
+    # Entry points are read from disk, so only for a name that is not known without them.
+    return parse(text, _BUILT_IN if name in _BUILT_IN else rules(), kind="rule", error=RuleError)
 
 
 def parse_rules(text: str) -> list[Rule]:
