@@ -16,7 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/multirank/" in item.path.as_posix():
             item.add_marker("multirank")
-            item.add_marker(pytest.mark.xdist_group("ranks"))  # one process starts ranks, once
 
 
 @pytest.fixture(scope="session", params=SIZES, ids="{}ranks".format)
