@@ -350,3 +350,33 @@ def test_scales_may_differ_by_rank_and_an_overflow_costs_its_micro_batch_only() 
     one, two = sr.VirtualCluster(2).run(rank)
     assert one[0] == two[0] == pytest.approx((2 + 2 + 4) / 6)
     assert (one[1], two[1]) == ([2, 2], [0, 2])
+
+
+@pytest.mark.parametrize("rule", ["bsp", "anytime:compute_time=0.25", "losp"])
+def test_a_step_that_raises_leaves_the_groups_as_they_were(rule: str) -> None:
+    """Inside a window of gradients the groups are empty while the optimizer's own step runs."""
+
+    class Raising(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: object = None) -> object:
+            self.calls += 1
+            if self.calls == 1:
+                raise MemoryError
+            return super().step(closure)
+
+    def rank() -> tuple[int, float]:
+        x = torch.nn.Parameter(torch.zeros(1))
+        optimizer = sr.DistributedOptimizer(Raising([x], lr=0.5), rule)
+        x.grad = torch.ones(1)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        (group,) = optimizer.param_groups
+        kept = len(group["params"]), group["lr"]
+        x.grad = torch.ones(1)
+        optimizer.step()
+        optimizer.drain()
+        assert float(x.detach()) < 0
+        return kept
+
+    assert sr.VirtualCluster(1).run(rank) == [(1, 0.5)]

@@ -253,10 +253,7 @@ class Engine:
             return
         clock = self.ring.clock
         stepped = clock.now()
-        for group, parameters in self._hidden:
-            group["params"] = parameters
-        self._hidden.clear()
-        self._stop_overriding()
+        self.restore_groups()
         compute = self._paced - self._step_start + stepped - self._hooked
         if isinstance(self._rounds.payload, GradientPayload):
             if not self._rounds.over:
@@ -346,6 +343,13 @@ class Engine:
         for group in self._optimizer.param_groups:
             self._hidden.append((group, group["params"]))
             group["params"] = []
+
+    def restore_groups(self) -> None:
+        """Give the optimizer's groups back what the step changed in them; also after a step that raised."""
+        for group, parameters in self._hidden:
+            group["params"] = parameters
+        self._hidden.clear()
+        self._stop_overriding()
 
     def _refuse_outside_changes(self) -> None:
         if self._probe is not None:

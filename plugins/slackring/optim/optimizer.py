@@ -171,6 +171,7 @@ class RelaxedOptimizer(Optimizer):
                     return super().step(*args, **kwargs)
                 finally:
                     self._depth = 0
+                    self._engine.restore_groups()
             self._engine.before_step(kwargs.get("samples"))
             self._engine.after_step()
             return None
