@@ -8,7 +8,7 @@ CONFIG := cluster_configs
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile -c $(CONFIG)/constraints.txt
 HOROVOD := $(CONFIG)/horovod
 
-.PHONY: help setup demo test test-ranks test-rest lint format clean
+.PHONY: help setup demo test lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,16 +43,8 @@ $(VENV)/.package: $(VENV)/.base pyproject.toml
 demo: setup
 	@$(BIN)/slackring demo --out runs/demo
 
-# Two at a time: real ranks mostly wait for each other, the rest computes.
 test: setup
-	@echo "Running the tests; each half prints its results when it is done, in ten minutes or so."
-	@$(MAKE) --silent --no-print-directory -j2 --output-sync=target test-ranks test-rest
-
-test-ranks:
-	@$(BIN)/python -m pytest -m multirank
-
-test-rest:
-	@$(BIN)/python -m pytest -m "not multirank"
+	@$(BIN)/python -m pytest
 
 lint: $(VENV)/.package
 	$(BIN)/ruff check .

@@ -53,8 +53,8 @@ def module_gradient(
     ...     return x, x.sum(dim=1, keepdim=True)
     >>> gradient, start = module_gradient(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, draw)
     >>> nodes = AnytimeMinibatch(graph=ring(3), compute_time=1.0, share=50, rounds=4)
-    >>> nodes.run(gradient, start, epochs=50, lr=0.3).models.round(3).tolist()
-    [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+    >>> bool(abs(nodes.run(gradient, start, epochs=50, lr=0.3).models - [1.0, 1.0, 0.0]).max() < 0.001)
+    True
     """
     shared = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     if shared:

@@ -16,7 +16,7 @@ from slackring.testing.scenario import UNIT
 
 __all__ = ["PROMISES", "PromiseBroken", "check_rule", "rank_checks"]
 
-_INTERLEAVINGS = 10
+_INTERLEAVINGS = 5
 _NETWORKS = (Network(), Network(latency=2.3 * UNIT))
 
 
