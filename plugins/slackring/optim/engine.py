@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Engine:
         self._hidden: list[tuple[dict[str, object], object]] = []
         self._probe: tuple[int, int] | None = None
         self.settled = True  # nothing in flight and no open window, on all ranks
-        self._overriding: AbstractContextManager[None] = nullcontext()
+        self._overriding: AbstractContextManager[None] | None = None
         self._saved: dict[str, Any] | None = None  # a checkpoint to go on from
         self._listeners: list[Callable[[LandedRound], object]] = []
         _engines.add(self)
@@ -346,9 +346,10 @@ class Engine:
 
     def restore_groups(self) -> None:
         """Give the optimizer's groups back what the step changed in them; also after a step that raised."""
-        for group, parameters in self._hidden:
-            group["params"] = parameters
-        self._hidden.clear()
+        if self._hidden:
+            for group, parameters in self._hidden:
+                group["params"] = parameters
+            self._hidden.clear()
         self._stop_overriding()
 
     def _refuse_outside_changes(self) -> None:
@@ -383,8 +384,9 @@ class Engine:
                 self._stop_overriding()
 
     def _stop_overriding(self) -> None:
-        self._overriding.__exit__(None, None, None)
-        self._overriding = nullcontext()
+        if self._overriding is not None:
+            self._overriding.__exit__(None, None, None)
+            self._overriding = None
 
     # -- for whoever gives ranks their data ----------------------------------------------------------------------------------
 
