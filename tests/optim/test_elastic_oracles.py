@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.optim.harness import Trace, Vector, sgd, train
+from tests.rules.test_planner import SUPERSTEPS
 
 import slackring as sr
 from slackring.errors import UnsupportedError
@@ -45,18 +46,7 @@ def run(rule: str, speeds: list[float], rounds: int = 8, **options: object) -> l
 # -- the schedule ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "lookahead", "steps"),
-    [
-        ([100, 100, 100, 100], 15, (1, 1, 1, 1)),
-        ([100, 100, 200, 200], 15, (2, 2, 1, 1)),
-        ([100, 103, 107, 310], 15, (3, 3, 3, 1)),
-        ([100, 103, 107, 310], 60, (31, 30, 29, 10)),
-        ([100, 131, 173, 211], 15, (10, 8, 6, 5)),
-        ([100, 104, 109, 115], 15, (1, 1, 1, 1)),
-        ([100, 104, 109, 115], 60, (23, 22, 21, 20)),
-    ],
-)
+@pytest.mark.parametrize(("milliseconds", "lookahead", "steps"), SUPERSTEPS)
 def test_constant_speeds_give_the_same_superstep_every_time(
     milliseconds: list[int], lookahead: int, steps: tuple[int, ...]
 ) -> None:

@@ -17,6 +17,18 @@ objectives = st.sampled_from(["gap", "rate"])
 lookaheads = st.integers(1, 12)
 
 
+# Milliseconds of each rank's local steps, lookahead, local steps of a superstep: if all ranks start at once.
+SUPERSTEPS = [
+    ([100, 100, 100, 100], 15, (1, 1, 1, 1)),
+    ([100, 100, 200, 200], 15, (2, 2, 1, 1)),
+    ([100, 103, 107, 310], 15, (3, 3, 3, 1)),
+    ([100, 103, 107, 310], 60, (31, 30, 29, 10)),
+    ([100, 131, 173, 211], 15, (10, 8, 6, 5)),
+    ([100, 104, 109, 115], 15, (1, 1, 1, 1)),
+    ([100, 104, 109, 115], 60, (23, 22, 21, 20)),
+]
+
+
 def plan(intervals: list[int], **options: object) -> tuple[int, ...]:
     """Plan for ranks that all train, with whole numbers of seconds."""
     return next_steps(intervals, [True] * len(intervals), **{"resolution": 1.0, "minimum_gain": 0.0, **options})  # type: ignore[arg-type]
@@ -31,18 +43,7 @@ def meetings(intervals: list[int], lookahead: int) -> list[tuple[int, list[int]]
 # -- the superstep ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("intervals", "lookahead", "steps"),
-    [
-        ([100, 100, 100, 100], 15, (1, 1, 1, 1)),
-        ([100, 100, 200, 200], 15, (2, 2, 1, 1)),
-        ([100, 103, 107, 310], 15, (3, 3, 3, 1)),
-        ([100, 103, 107, 310], 60, (31, 30, 29, 10)),
-        ([100, 131, 173, 211], 15, (10, 8, 6, 5)),
-        ([100, 104, 109, 115], 15, (1, 1, 1, 1)),
-        ([100, 104, 109, 115], 60, (23, 22, 21, 20)),
-    ],
-)
+@pytest.mark.parametrize(("intervals", "lookahead", "steps"), SUPERSTEPS)
 def test_steps_of_a_superstep_that_begins_with_all_ranks_at_once(
     intervals: list[int], lookahead: int, steps: tuple[int, ...]
 ) -> None:
