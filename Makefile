@@ -37,7 +37,7 @@ $(VENV)/.horovod: $(VENV)/.base $(HOROVOD)/build.py
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.base pyproject.toml
-	@$(PIP) --no-build-isolation -e ".[lab,dev]"
+	@$(PIP) --no-build-isolation -e ".[dask,lab,dev]"
 	@touch $@
 
 demo: setup

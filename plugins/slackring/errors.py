@@ -9,6 +9,8 @@ __all__ = [
     "HorovodMissingError",
     "OutputError",
     "PlanError",
+    "PoolError",
+    "RankError",
     "RingError",
     "RuleError",
     "SlackringError",
@@ -69,3 +71,26 @@ class OutputError(DataError):
 
 class HorovodMissingError(SlackringError, ImportError):
     """Horovod is not installed, or was built for another torch."""
+
+
+class PoolError(SlackringError, RuntimeError):
+    """Ranks that cannot be started on a Dask cluster: too few workers, or workers that differ; the message names the worker."""
+
+
+class RankError(PoolError):
+    """A rank of a Dask cluster that raised, died, or lost its worker.
+
+    Parameters
+    ----------
+    message
+        One sentence, and the rank's own traceback or the end of its log below it.
+    rank
+        Which rank failed first.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, int]]:
+        return type(self), (str(self), self.rank)

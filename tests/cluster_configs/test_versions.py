@@ -42,14 +42,15 @@ def test_every_dependency_has_a_tested_version_within_its_range(requirement: Req
 def test_conda_environment_has_the_same_ranges() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     *conda, pip = environment["dependencies"]
-    ranges = {entry.name: entry.specifier for entry in map(Requirement, (c for c in conda if "=" not in c or ">" in c))}
-    for text in [*PROJECT["project"]["dependencies"], *EXTRAS["lab"]]:
+    entries = map(Requirement, (c for c in conda if "=" not in c or ">" in c))
+    ranges = {canonicalize_name(entry.name): entry.specifier for entry in entries}
+    for text in [*PROJECT["project"]["dependencies"], *EXTRAS["dask"], *EXTRAS["lab"]]:
         wanted = Requirement(text)
         if wanted.name == "torch":
             (given,) = (Requirement(line) for line in pip["pip"] if line.startswith("torch"))
             assert given.specifier == PINS["torch"].specifier
         else:
-            assert ranges[wanted.name] == wanted.specifier
+            assert ranges[canonicalize_name(wanted.name)] == wanted.specifier
     python = next(entry for entry in conda if entry.startswith("python="))
     assert Version(python.removeprefix("python=")) in Requirement("x" + PROJECT["project"]["requires-python"]).specifier
 

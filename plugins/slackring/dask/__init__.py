@@ -1,0 +1,1 @@
+"""Where ranks run: on the workers of a Dask cluster."""
