@@ -8,6 +8,9 @@ CONFIG := cluster_configs
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile -c $(CONFIG)/constraints.txt
 HOROVOD := $(CONFIG)/horovod
 
+# Demo and tests start Python hundreds of times: bytecode is kept, or each time would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test lint format clean
 .DELETE_ON_ERROR:
 
