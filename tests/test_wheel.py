@@ -83,7 +83,7 @@ def run(bin_folder: Path, tmp_path: Path) -> Callable[[str], str]:
 
 def test_wheel_carries_types_and_licence_and_only_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "slackring/py.typed" in names
+    assert {"slackring/py.typed", "slackring/dask/cluster.schema.json"} <= set(names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"slackring"}
     sources = {str(path.relative_to(ROOT / "plugins")) for path in (ROOT / "plugins" / "slackring").rglob("*.py")}

@@ -14,7 +14,7 @@ from slackring._version import __version__
 from slackring.ring.ambient import ring
 
 if TYPE_CHECKING:
-    from slackring import data, gossip, optim, rules, server, stragglers, testing, zipline
+    from slackring import dask, data, gossip, optim, rules, server, stragglers, testing, zipline
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
@@ -47,6 +47,7 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "dask",
     "data",
     "gossip",
     "optim",
@@ -83,7 +84,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "gossip", "optim", "rules", "server", "stragglers", "testing", "zipline"):
+    if name in ("dask", "data", "gossip", "optim", "rules", "server", "stragglers", "testing", "zipline"):
         return import_module(f"slackring.{name}")
     for module, names in _HOME.items():
         if name in names:

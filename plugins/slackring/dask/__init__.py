@@ -1,1 +1,37 @@
-"""Where ranks run: on the workers of a Dask cluster."""
+"""Where ranks run: on the workers of a Dask cluster.
+
+The names below are imported when they are first used, so that nothing loads Dask before.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slackring.errors import SlackringError
+
+if TYPE_CHECKING:
+    from slackring.dask.clusters import RunningCluster, load_cluster
+
+__all__ = ["RunningCluster", "load_cluster"]
+
+_HOME = {"clusters": ("RunningCluster", "load_cluster")}
+_EXTRA = ("cloudpickle", "dask", "distributed", "jsonschema", "prometheus_client", "yaml")
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            try:
+                return getattr(import_module(f"slackring.dask.{module}"), name)
+            except ModuleNotFoundError as exc:
+                if exc.name not in _EXTRA:
+                    raise
+                raise SlackringError(
+                    f"slackring.dask needs the package {exc.name!r}: pip install 'slackring[dask]'."
+                ) from exc
+    raise AttributeError(f"module 'slackring.dask' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
