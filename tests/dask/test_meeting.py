@@ -1,4 +1,4 @@
-"""Real Horovod ranks find each other through relays and our rendezvous, and about as fast as through Horovod's own server."""
+"""Real Horovod ranks find each other through relays and our rendezvous, about as fast as at Horovod's own server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from slackring.dask.signing import new_secret
 SIZE = 4
 MEETINGS = 5
 SCOPES = {"global": SIZE, "local_127.0.0.1": SIZE, **{f"cross_{rank}": 1 for rank in range(SIZE)}}
+TOTALS = ([10.0, 4.0], [10.0], [10.0, 4.0], [10.0])  # of all ranks, and of ranks 0 and 2
 RANK = Path(__file__).with_name("meeting_rank.py")
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -98,20 +98,21 @@ def test_ranks_meet_in_every_generation_as_fast_as_at_horovods_own_server(capsys
         for meeting in range(MEETINGS):
             rendezvous.open(str(meeting), SCOPES)
             totals, times = zip(*ranks.tell(str(meeting)), strict=True)
-            assert totals == (10.0,) * SIZE
+            assert totals == TOTALS
             seconds.setdefault("relays", []).append(max(times))
         assert ranks.finish() == [0] * SIZE
     with contextlib.ExitStack() as stack:
         ranks = Ranks(stack, None, **stack.enter_context(horovods_server()))
         for _ in range(MEETINGS):
             totals, times = zip(*ranks.tell(None), strict=True)
-            assert totals == (10.0,) * SIZE
+            assert totals == TOTALS
             seconds.setdefault("horovod", []).append(max(times))
         assert ranks.finish() == [0] * SIZE
-    typical = {name: statistics.median(times) for name, times in seconds.items()}
+    # A busy machine slows some meetings, but a request that Horovod had to repeat costs each of them half a second.
+    fastest = {name: min(times) for name, times in seconds.items()}
     with capsys.disabled():
         print(
-            f"\nhvd.init of {SIZE} ranks: "
-            + ", ".join(f"{name} {1e3 * value:.0f} ms" for name, value in typical.items())
+            f"\nhvd.init of {SIZE} ranks, at best: "
+            + ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in fastest.items())
         )
-    assert typical["relays"] < typical["horovod"] + 1.0
+    assert fastest["relays"] < fastest["horovod"] + 0.5

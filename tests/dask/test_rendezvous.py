@@ -93,6 +93,15 @@ def test_a_new_generation_starts_empty_and_ends_the_one_before(rendezvous: Rende
     assert caller.ask("PUT", "/1/global/0", b"late") == (410, b"")
 
 
+def test_before_the_first_generation_nothing_is_stored() -> None:
+    rendezvous = Rendezvous("127.0.0.1", SECRET)
+    caller = _Caller(rendezvous.host, rendezvous.port, SECRET, 5.0)
+    for generation in ("", "1", "%2F"):
+        assert caller.ask("PUT", f"/{generation}/global/0", b"early") == (410, b"")
+    caller.close()
+    rendezvous.stop()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/ping", 200), ("GET", "/1/global", 400), ("PUT", "/ping", 400), ("POST", "/1/global/0", 405)],

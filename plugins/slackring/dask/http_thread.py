@@ -17,7 +17,7 @@ from slackring.errors import PoolError
 
 __all__ = ["Answer", "HttpThread"]
 
-_PATIENCE = 60.0  # seconds for a request to arrive; also how long an unused connection is kept
+_PATIENCE = 30.0  # seconds for a request to arrive; also how long an unused connection is kept
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class _Server(socketserver.TCPServer):
         return own
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Horovod asks again when a connection breaks."""
+        """Go on: Horovod asks again when a connection breaks."""
+        log.warning("a request of this rank was not answered:", exc_info=True)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -46,7 +46,7 @@ class Rendezvous:
     def __init__(self, host: str, secret: bytes) -> None:
         self._secret = secret
         self._seen = SeenNonces()
-        self._store = _Store("", {})
+        self._store = _Store("/", {})  # which no path can name
         self._server = HttpThread(host, self._answer, "slackring-rendezvous")
         self.host, self.port = self._server.host, self._server.port
 
