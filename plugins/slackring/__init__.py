@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slackring import dask, data, gossip, optim, rules, server, stragglers, testing, zipline
     from slackring.cluster import VirtualCluster
     from slackring.errors import SlackringError
+    from slackring.optim.ambient import report
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
     from slackring.optim.progress import Budget, Progress
     from slackring.ring.collectives import allreduce, barrier, broadcast
@@ -52,6 +53,7 @@ __all__ = [
     "gossip",
     "optim",
     "parse_rule",
+    "report",
     "ring",
     "rules",
     "server",
@@ -73,6 +75,7 @@ _HOME = {
         "Rule",
         "parse_rule",
     ),
+    "optim.ambient": ("report",),
     "optim.optimizer": ("DistributedOptimizer", "RelaxedOptimizer"),
     "optim.progress": ("Budget", "Progress"),
     "ring.collectives": ("allreduce", "barrier", "broadcast"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import slackring as sr
 from slackring.errors import AgreementError
+from slackring.optim.ambient import stop_wish
 from slackring.ring.ambient import ring as ambient
 
 hvd = pytest.importorskip("horovod.torch")
@@ -349,3 +351,29 @@ def test_horovod_392_state_that_rank_0_alone_has_is_broadcast(ranks, size):
     lr, averages, _ = answers[0]
     assert lr == 0.01
     assert any(value for layer in averages for value in torch.tensor(layer).ravel().tolist())
+
+
+def train_until_told(rule):
+    """Rank 1 is told to stop by another thread of its process."""
+    model = make_model()
+    optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    teller = threading.Timer(0.2, stop_wish.set)
+    if ambient().rank == 1:
+        teller.start()
+    for x, y in batches(ambient().rank, 100_000):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if optimizer.progress.stop:
+            break
+    optimizer.join()
+    teller.cancel()
+    stop_wish.clear()
+    return optimizer.progress.stop, optimizer.progress.rounds, flat(model).tolist()
+
+
+@pytest.mark.parametrize("rule", ["bsp", "local_sgd:steps=3", "losp:k_max=4"])
+def test_a_thread_of_one_rank_stops_all_of_them_after_the_same_round(ranks, size, rule):
+    answers = ranks(size).run(train_until_told, rule)
+    assert answers == [answers[0]] * size
+    assert answers[0][0]

@@ -206,6 +206,7 @@ class Landed:
             tuple(slots[:, Slot.STEPS].astype(int).tolist()),
             tuple(slots[:, Slot.SAMPLES].tolist()),
             tuple(helping.tolist()),
+            tuple(slots[:, Slot.STEP_SECONDS].tolist()),
         )
 
     def check_anchor(self, index: int) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from slackring.errors import StoppedError, UnsupportedError
 from slackring.optim.agreement import agree
+from slackring.optim.ambient import recorders
 from slackring.optim.ending import Ending
 from slackring.optim.fence import Fence
 from slackring.optim.flat import digest
@@ -264,22 +265,23 @@ class Engine:
         place = self._local_step % len(self._parameters)
         self._probe = (place, self._parameters[place]._version)
         end = clock.now()
-        if self._recorder is not None:
+        told = recorders(self._recorder)
+        if told:
             total, blocked = end - self._step_start, self._rounds.blocked - self._blocked_before
             bookkeeping = max(total - compute - blocked, 0.0)
-            self._recorder.step(
-                StepRecord(
-                    self._local_step,
-                    self._round,
-                    self._step_start,
-                    end,
-                    total - blocked - bookkeeping,
-                    self._injected,
-                    blocked,
-                    bookkeeping,
-                    self._step_samples,
-                )
+            record = StepRecord(
+                self._local_step,
+                self._round,
+                self._step_start,
+                end,
+                total - blocked - bookkeeping,
+                self._injected,
+                blocked,
+                bookkeeping,
+                self._step_samples,
             )
+            for recorder in told:
+                recorder.step(record)
         self._local_step += 1
         self._mark = end
 

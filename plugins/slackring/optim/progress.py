@@ -71,9 +71,12 @@ class LandedRound:
         Samples (or tokens) by rank, of contributions that count.
     helping
         By rank, whether it was in ``drain()`` or ``join()``, and so may have given less than it can.
+    step_seconds
+        By rank, the mean seconds that a local step computed; 0 where there was no step.
     """
 
     index: int
     steps: tuple[int, ...]
     samples: tuple[float, ...]
     helping: tuple[bool, ...]
+    step_seconds: tuple[float, ...]

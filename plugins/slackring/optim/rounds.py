@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slackring.optim.ambient import recorders, stop_wish, watchers
 from slackring.optim.control import ControlBlock, ControlLayout, Landed, Slot
 from slackring.optim.ending import Ending
 from slackring.optim.gradient import GradientPayload
@@ -237,7 +238,7 @@ class Rounds:
         if joined_at is not None:
             slots[Slot.JOINED] = 1.0 + max(self._ring.clock.now() - joined_at, 0.0)
         slots[Slot.DRAINING] = draining
-        slots[Slot.STOP] = self._ending.stop_requested or self._out_of_time()
+        slots[Slot.STOP] = self._ending.stop_requested or stop_wish.is_set() or self._out_of_time()
         slots[Slot.NON_FINITE] = non_finite
         slots[Slot.AGAIN] = contribution.again
         slots[Slot.DIGEST] = self.payload.digest(self.launched)
@@ -305,27 +306,29 @@ class Rounds:
         plan = self.plan
         self.plan = oldest.flight.once("plan", lambda: self._rule.plan(landed.seen, plan))
         self._ending.take(oldest.index, landed)
-        if self._listeners:
+        listeners = (*self._listeners, *(watcher.landed for watcher in watchers))
+        if listeners:
             told = landed.told(oldest.index)
-            for listener in self._listeners:
+            for listener in listeners:
                 listener(told)
-        if self._recorder is not None:
-            self._recorder.round(
-                RoundRecord(
-                    oldest.index,
-                    oldest.launched,
-                    now,
-                    blocked,
-                    oldest.window.steps,
-                    oldest.window.samples,
-                    landed.steps,
-                    landed.samples,
-                    landed.totals.contributors,
-                    landed.totals.training,
-                    oldest.compensation,
-                    oldest.nbytes,
-                )
+        heard = recorders(self._recorder)
+        if heard:
+            record = RoundRecord(
+                oldest.index,
+                oldest.launched,
+                now,
+                blocked,
+                oldest.window.steps,
+                oldest.window.samples,
+                landed.steps,
+                landed.samples,
+                landed.totals.contributors,
+                landed.totals.training,
+                oldest.compensation,
+                oldest.nbytes,
             )
+            for recorder in heard:
+                recorder.round(record)
 
     def _reduce_again(self, oldest: _InFlight, landed: Landed) -> Landed:
         """Reduce a blocking gradient round once more, from what the gradients really are."""
