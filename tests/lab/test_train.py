@@ -282,3 +282,14 @@ def test_batch_norm_statistics_are_evaluated(monkeypatch):
 
     monkeypatch.setattr(train_module, "load_task", lambda text: dataclasses.replace(task, model=model))
     assert train_virtual(dataclasses.replace(CONFIG, rule="losp"), 4).summary.final_accuracy > 0.8
+
+
+@pytest.mark.parametrize(("straggler", "watched"), [("none", True), ("constant:seconds=0.001", False)])
+def test_ranks_are_watched_unless_a_straggler_is_injected(straggler, watched, monkeypatch):
+    heard = []
+    monkeypatch.setattr(train_module, "StragglerWatch", lambda: heard.append)
+    config = TrainConfig(task="digits", rule="bsp", lr=0.4, rounds=5, straggler=straggler)
+    train(config, ring=inject(SingleRing(), config))
+    assert bool(heard) == watched
+    train_virtual(dataclasses.replace(config, straggler="none", step_time=0.1), 2)
+    assert bool(heard) == watched

@@ -37,6 +37,7 @@ from slackring.lab.serve import train_on_server
 from slackring.lab.summary import summarise
 from slackring.lab.tasks import Task, load_task
 from slackring.optim.agreement import agree
+from slackring.optim.ambient import report
 from slackring.optim.optimizer import DistributedOptimizer
 from slackring.optim.progress import Budget, LandedRound
 from slackring.optim.records import RoundRecord, StepRecord
@@ -44,7 +45,7 @@ from slackring.ring.ambient import ring as ambient_ring
 from slackring.ring.base import Ring
 from slackring.ring.injected import InjectedNetwork
 from slackring.server import Policy
-from slackring.stragglers import NoStraggler, Pacer
+from slackring.stragglers import NoStraggler, Pacer, StragglerWatch
 
 __all__ = ["inject", "train", "train_virtual"]
 
@@ -256,6 +257,13 @@ class _Session:
         self.ring.barrier()
         self.began = self.ring.clock.now() - (0.0 if self.saved is None else self.saved.state["seconds"])
         self.optimizer.on_landed(self._landed)
+        # What is injected needs no warning.
+        if (
+            self.ring.rank == 0
+            and self.ring.kind != "virtual"
+            and isinstance(self.config.parsed_straggler(), NoStraggler)
+        ):
+            self.optimizer.on_landed(StragglerWatch())
         self._loop(self._stream())
         self.place = "end"
         self.optimizer.join()
@@ -287,6 +295,7 @@ class _Session:
                 optimizer.request_stop()
                 return
             self.losses.append(value)
+            report(loss=value)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step(samples=len(y))
             if self.ring.rank == 0 and self._seconds() >= self.evaluation_due:
@@ -310,6 +319,7 @@ class _Session:
         """Evaluate what is in the model: the consensus of all ranks."""
         progress = self.optimizer.progress
         self.curve.append(evaluate(self.task, self.model, self.test, self._seconds(), progress))
+        report(accuracy=self.curve[-1].accuracy)
         if self.config.stop_at_target and self.curve[-1].accuracy >= self.config.target and not progress.stop:
             self.optimizer.request_stop()
 

@@ -1,4 +1,4 @@
-"""What slows a rank: models of stragglers, and the pace that injects them into local steps.
+"""What slows a rank: models of stragglers, the pace that injects them into local steps, and a watch that finds real ones.
 
 A model is a pure function of (seed, rank, step), so every rule that is compared meets the same delays.
 
@@ -27,6 +27,7 @@ from slackring.stragglers.models import (
 )
 from slackring.stragglers.pace import Pacer
 from slackring.stragglers.published import Bernoulli, Cedar, Mixture, Niagara, Pauses, SciNet
+from slackring.stragglers.watch import StragglerWatch, Straggling
 
 __all__ = [
     "MODELS",
@@ -42,6 +43,8 @@ __all__ = [
     "SciNet",
     "ShiftedExponential",
     "Straggler",
+    "StragglerWatch",
+    "Straggling",
     "Trace",
     "no_wait_limit",
     "parse",
