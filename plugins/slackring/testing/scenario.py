@@ -6,7 +6,6 @@ hooks on the optimizer, the recorder, ``consensus()``, and the ring that is hand
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import random
@@ -179,7 +178,7 @@ class Diary:
 
     def exchange(self, ring: Ring) -> list[Diary]:
         """Collect the diaries of all ranks, by rank."""
-        payloads = ring.gather(json.dumps(dataclasses.asdict(self)).encode(), "slackring.testing.diary")
+        payloads = ring.gather(json.dumps(vars(self)).encode(), "slackring.testing.diary")
         return [Diary._read(json.loads(payload)) for payload in payloads]
 
     @classmethod
