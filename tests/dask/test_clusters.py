@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import dask
 import psutil
 import pytest
+import yaml
 from distributed import Client
+from distributed.cli import dask_worker
+from distributed.security import Security
+from tests.dask.sshd import ssh_server
 
 import slackring as sr
+from slackring.dask.cluster_files import tls_settings
 from slackring.dask.clusters import RunningCluster, load_cluster
+from slackring.errors import PoolError, SpecError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "cluster_configs"
@@ -42,10 +54,6 @@ def local(others: set[tuple[int, str, int]]) -> Iterator[Client]:
         yield client
 
 
-def _setting(name: str) -> object:
-    return dask.config.get(name)
-
-
 def test_local_cluster_has_the_workers_of_the_file(local: Client) -> None:
     workers = local.scheduler_info()["workers"].values()
     assert [(worker["nthreads"], worker["memory_limit"]) for worker in workers] == [(1, 0)] * 2
@@ -60,7 +68,7 @@ def test_local_cluster_is_reachable_from_this_machine_only(local: Client, others
 
 def test_workers_inherit_the_settings_and_this_process_does_not_keep_them(local: Client) -> None:
     assert dask.config.get("distributed.scheduler.work-stealing") is True
-    assert set(local.run(_setting, "distributed.scheduler.work-stealing").values()) == {False}
+    assert set(local.run(dask.config.get, "distributed.scheduler.work-stealing").values()) == {False}
     assert local.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
 
 
@@ -88,3 +96,137 @@ def test_nothing_loads_dask_before_it_is_used() -> None:
     code = "import sys, slackring.dask; print(sorted({'dask', 'distributed', 'torch', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def _certificates(folder: Path) -> dict[str, str]:
+    """Give the `security` section of a cluster file, with one certificate for all, signed by itself."""
+    temporary = Security.temporary()
+    files = {"tls_ca_file": "ca.pem"}
+    for role in ("scheduler", "worker", "client"):
+        files |= {f"tls_{role}_cert": "cert.pem", f"tls_{role}_key": "key.pem"}
+    for key, name in files.items():
+        (folder / name).write_text(getattr(temporary, key))
+    return {key: str(folder / name) for key, name in files.items()}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return _certificates(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[..., Path]:
+    """Write a copy of a file of `cluster_configs`, with other arguments or sections."""
+
+    def write(name: str, kwargs: dict[str, Any], **sections: Any) -> Path:
+        document = yaml.safe_load((CONFIGS / name).read_text())
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(document | sections | {"kwargs": document["kwargs"] | kwargs}))
+        return path
+
+    return write
+
+
+def test_certificates_of_the_file_are_used_and_needed(
+    changed: Callable[..., Path], certificates: dict[str, str], tmp_path: Path
+) -> None:
+    path = changed("local.yaml", {"n_workers": 1}, security=certificates)
+    with load_cluster(path) as cluster, Client(cluster) as client:
+        assert cluster.scheduler_address.startswith("tls://127.0.0.1:")
+        assert client.submit(sum, [1, 2]).result() == 3
+        assert all(worker.startswith("tls://") for worker in client.scheduler_info()["workers"])
+        with pytest.raises(SpecError, match=r"takes certificates: give Dask distributed\.comm\.tls\.ca-file"):
+            load_cluster(cluster.scheduler_address)
+        with (
+            dask.config.set(tls_settings(_certificates(tmp_path), path)),
+            pytest.raises(PoolError, match="certificate verify failed"),
+        ):
+            load_cluster(cluster.scheduler_address)
+        with dask.config.set(tls_settings(certificates, path)):
+            found = load_cluster(cluster.scheduler_address)
+        with found, Client(found) as client:
+            assert client.submit(sum, [3, 4]).result() == 7
+
+
+def test_workers_come_up_over_ssh(changed: Callable[..., Path], certificates: dict[str, str], tmp_path: Path) -> None:
+    before = _listening()
+    with ssh_server(tmp_path) as options:
+        path = changed("ssh.yaml", {"connect_options": options}, security=certificates)
+        with load_cluster(path, workers=1) as cluster, Client(cluster) as client:
+            assert cluster.scheduler_address.startswith("tls://127.0.0.1:")
+            client.wait_for_workers(1, timeout=60)
+            assert set(client.run(dask.config.get, "distributed.scheduler.worker-ttl").values()) == {None}
+            started = _listening() - before
+            # the scheduler, the worker, the address where each answers a browser, the nanny, and the server for ssh
+            assert len(started) == 6
+            assert {address for _, address, _ in started} == {"127.0.0.1"}
+    assert not _listening() - before
+
+
+def _group(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Stand-ins for `sbatch` and `scancel`: a job is a process without the environment of who submits it.
+
+    Gives the folder in which the submitted scripts are kept.
+    """
+    commands = {
+        "sbatch": f"""
+            cp "$1" {tmp_path}/$$.sh
+            env -i PATH=/usr/bin:/bin PYTHONPATH="$PYTHONPATH" setsid bash {tmp_path}/$$.sh >{tmp_path}/$$.log 2>&1 &
+            echo $! >{tmp_path}/$$.pid
+            echo "Submitted batch job $$"
+        """,
+        "scancel": f"kill -KILL -- -$(cat {tmp_path}/$1.pid)",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{textwrap.dedent(text)}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for pid in tmp_path.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_slurm_jobs_ask_for_what_the_file_says(slurm: Path, changed: Callable[..., Path]) -> None:
+    options = {"interface": "lo", "n_workers": 0, "queue": "compute", "account": "project"}
+    with load_cluster(changed("slurm.yaml", options)) as cluster:
+        script = cluster.job_script()
+    path = slurm / "rendered.sh"
+    path.write_text(script)
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    asked = {"-p compute", "-A project", "-n 1", "--cpus-per-task=16", "--mem=64G", "-t 04:00:00"}
+    assert asked <= set(lines)
+    command = shlex.split(script.splitlines()[-1])
+    assert command[1:3] == ["-m", "distributed.cli.dask_worker"]
+    given = dask_worker.main.make_context("worker", command[3:]).params
+    expected = {"n_workers": "4", "nthreads": 4, "memory_limit": "16.00GiB", "interface": "lo"}
+    assert {key: given[key] for key in expected} == expected
+    assert given["dashboard_address"] == "127.0.0.1:0"
+
+
+def test_slurm_jobs_start_workers_that_inherit_the_settings(slurm: Path, changed: Callable[..., Path]) -> None:
+    path = changed("slurm.yaml", {"interface": "lo", "cores": 2, "processes": 2, "memory": "2GiB"})
+    with load_cluster(path, workers=2) as cluster, Client(cluster) as client:
+        client.wait_for_workers(2, timeout=60)
+        assert [worker["nthreads"] for worker in client.scheduler_info()["workers"].values()] == [1, 1]
+        assert set(client.run(dask.config.get, "distributed.scheduler.worker-ttl").values()) == {None}
+        assert len(list(slurm.glob("*.pid"))) == 1
+    (job,) = (int(pid.read_text()) for pid in slurm.glob("*.pid"))
+    running = [each for each in psutil.process_iter(["status"]) if each.info["status"] != psutil.STATUS_ZOMBIE]
+    assert job not in map(_group, running)
+
+
+def test_machine_without_slurm_is_told_so(changed: Callable[..., Path]) -> None:
+    path = changed("slurm.yaml", {"interface": "lo"})
+    with pytest.raises(PoolError, match="this machine has no command 'sbatch', by which SLURMCluster starts jobs"):
+        load_cluster(path)

@@ -125,11 +125,20 @@ def _find(address: str, workers: int | None) -> RunningCluster:
         raise SpecError(f"{address!r} is no address of a Dask cluster: tcp://HOST:PORT and tls://HOST:PORT are.")
     if workers is not None:
         raise SpecError(f"the cluster at {address} has the workers it has: leave out their number.")
+    cluster = RunningCluster(address)
+    context = cluster.security.get_connection_args("client").get("ssl_context")  # type: ignore[no-untyped-call]
+    if parts.scheme == "tls" and context is None:
+        raise SpecError(
+            f"{address} takes certificates: give Dask distributed.comm.tls.ca-file, .client.cert and .client.key, in its "
+            "settings or as DASK_DISTRIBUTED__COMM__TLS__CA_FILE and so on in the environment."
+        )
     try:
-        socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
+        with socket.create_connection(where, timeout=_CONNECT_SECONDS) as connection:
+            if parts.scheme == "tls":
+                context.wrap_socket(connection, server_hostname=where[0]).close()
     except OSError as exc:
         raise PoolError(f"no Dask scheduler answers at {address}: {exc.strerror or exc}.") from exc
-    return RunningCluster(address)
+    return cluster
 
 
 def _start(document: Mapping[str, Any], path: Path, workers: int | None) -> Cluster:
