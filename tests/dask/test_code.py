@@ -266,7 +266,8 @@ def test_digest_follows_the_contents(project: Path) -> None:
 
 
 def test_nothing_local_is_an_archive_of_nothing(tmp_path: Path) -> None:
-    unpack(bundle(json.dumps).archive, tmp_path / "code")
+    assert bundle(json.dumps) == code.Bundle((), "", b"")
+    unpack(b"", tmp_path / "code")
     assert list((tmp_path / "code").iterdir()) == []
 
 

@@ -15,6 +15,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,15 @@ class Bundle:
 
     Parameters
     ----------
+    names
+        Of the top-level modules.
     digest
         Equal if and only if names and contents of all files are.
     archive
-        A zip file.
+        A zip file; empty bytes if there are no modules.
     """
 
+    names: tuple[str, ...]
     digest: str
     archive: bytes
 
@@ -147,6 +151,8 @@ def bundle(*what: Any, modules: Sequence[str] = ()) -> Bundle:
     """
     files: dict[str, Path] = {}
     local = local_modules(*what, modules=modules)
+    if not local:
+        return Bundle((), "", b"")
     for top, places in local.items():
         files |= _files(top, places)
     try:
@@ -160,7 +166,7 @@ def bundle(*what: Any, modules: Sequence[str] = ()) -> Bundle:
                 archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     except OSError as exc:
         raise PoolError(f"{exc.filename!r} cannot be sent to the ranks ({exc.strerror}).") from exc
-    return Bundle(hashlib.sha256(buffer.getvalue()).hexdigest(), buffer.getvalue())
+    return Bundle(tuple(local), hashlib.sha256(buffer.getvalue()).hexdigest(), buffer.getvalue())
 
 
 def unpack(archive: bytes, folder: Path) -> None:
@@ -180,6 +186,8 @@ def unpack(archive: bytes, folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
+    if not archive:
+        return
     with zipfile.ZipFile(io.BytesIO(archive)) as files:
         for entry in files.infolist():
             target = (folder / entry.filename).resolve()
@@ -351,27 +359,26 @@ def _files(top: str, places: Iterable[Path]) -> dict[str, Path]:
     return files
 
 
-def _imports_of_source(file: Path) -> Iterator[str]:
+def _imports_of_source(file: Path) -> tuple[str, ...]:
     """Give the modules that a source file imports, without running it."""
     if file.suffix != ".py":
-        return
+        return ()
     try:
-        tree = ast.parse(file.read_bytes())
+        stat = file.stat()
+        return _imports(file, stat.st_mtime_ns, stat.st_size)
     except (OSError, ValueError, SyntaxError):  # a template, perhaps: who imports it will learn
-        return
-    for node in _statements(tree.body):
+        return ()
+
+
+@lru_cache(maxsize=10_000)
+def _imports(file: Path, changed: int, size: int) -> tuple[str, ...]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-
-
-def _statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Walk over statements, but not into their expressions, which are most of a tree and import nothing."""
-    for node in nodes:
-        yield node
-        for block in ("body", "orelse", "handlers", "finalbody", "cases"):
-            yield from _statements(getattr(node, block, ()))
+            names.append(node.module)
+    return tuple(names)
 
 
 def _check_size(files: Mapping[str, Path], names: Sequence[str]) -> None:
