@@ -58,7 +58,7 @@ class Place:
                 f"{self.worker} is on a machine none of whose network interfaces has the address {self.worker.host}; name the "
                 "interface that leads to the other workers (nics=)."
             )
-        interfaces = ",".join(nics or [str(self.worker.interface)])
+        interfaces = nics or [str(self.worker.interface)]
         threads = str(self.worker.threads)
         environment = {
             # Horovod puts a port after a colon, and an IPv6 address has colons.
@@ -71,8 +71,8 @@ class Place:
             "HOROVOD_CROSS_SIZE": str(self.cross_size),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_IFACE": interfaces,
-            "NCCL_SOCKET_IFNAME": interfaces,
+            "HOROVOD_GLOO_IFACE": interfaces[0],  # Gloo takes one, NCCL several
+            "NCCL_SOCKET_IFNAME": ",".join(interfaces),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
