@@ -41,7 +41,7 @@ class RunningCluster:
     def __init__(self, address: str) -> None:
         self.scheduler_address = address
         #: Certificates, from Dask's own settings (``distributed.comm.tls``).
-        self.security = distributed.Security()  # type: ignore[no-untyped-call]
+        self.security = distributed.Security()
         self.status = Status.running
 
     def __enter__(self) -> RunningCluster:
@@ -126,7 +126,7 @@ def _find(address: str, workers: int | None) -> RunningCluster:
     if workers is not None:
         raise SpecError(f"the cluster at {address} has the workers it has: leave out their number.")
     cluster = RunningCluster(address)
-    context = cluster.security.get_connection_args("client").get("ssl_context")  # type: ignore[no-untyped-call]
+    context = cluster.security.get_connection_args("client").get("ssl_context")
     if parts.scheme == "tls" and context is None:
         raise SpecError(
             f"{address} takes certificates: give Dask distributed.comm.tls.ca-file, .client.cert and .client.key, in its "
@@ -158,7 +158,7 @@ def _start(document: Mapping[str, Any], path: Path, workers: int | None) -> Clus
         kwargs |= _fewer_hosts(kwargs, workers, where)
     with dask.config.set(config | tls):
         if tls:
-            kwargs["security"] = distributed.Security()  # type: ignore[no-untyped-call]
+            kwargs["security"] = distributed.Security()
         cluster = _made(lambda: target(*document.get("args", []), **kwargs), name, where)
         if workers is not None and not own & {"n_workers", "hosts"}:
             cluster.scale(workers)
