@@ -1,0 +1,140 @@
+"""What runs in a rank's process: ``python -m slackring.dask._rank PIPE``; its supervisor tells it the rest."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from slackring.dask.code import load_call, unpack
+from slackring.dask.relay import Relay
+from slackring.dask.telemetry import Telemetry
+from slackring.errors import PoolError
+from slackring.optim.ambient import stop_wish
+
+_BUFFER = 1 << 16
+_OF_PEERS = {"HorovodInternalError", "RingError"}  # what ranks raise because another one has failed
+
+
+class _Supervisor:
+    """The supervisor, as the rank sees it; once it is gone, so is the rank."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._input = os.dup(0)
+        os.set_inheritable(pipe, False)  # the rank's own children
+        with open(os.devnull, "rb") as nothing:  # input is not for the user's code
+            os.dup2(nothing.fileno(), 0)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Tell it something; from any thread."""
+        line = json.dumps(event).encode() + b"\n"
+        with self._lock:
+            while line:
+                line = line[os.write(self._pipe, line) :]
+
+    def _listen(self) -> None:
+        unread = b""
+        try:
+            # Not by a buffered file, which would abort the interpreter when it ends while this waits.
+            while part := os.read(self._input, _BUFFER):
+                *lines, unread = (unread + part).split(b"\n")
+                for line in lines:
+                    order = json.loads(line)
+                    if order["op"] == "stop":
+                        stop_wish.set()
+                    else:
+                        self.orders.put(order)
+        finally:
+            os.killpg(os.getpgid(0), signal.SIGKILL)  # this rank, and all that it has started
+
+
+def main(pipe: int) -> int:
+    """Carry out orders until there are no more."""
+    faulthandler.enable()
+    supervisor = _Supervisor(pipe)
+    hello = supervisor.orders.get()
+    relay = Relay(hello["host"], hello["port"], bytes.fromhex(hello["secret"]))
+    os.environ.update(relay.environment())
+    supervisor.tell({"kind": "started", "pid": os.getpid()})
+    executable: list[Any] = []
+    while (order := supervisor.orders.get())["op"] != "quit":
+        relay.generation = order["generation"]
+        stop_wish.clear()
+        result = Path(order["result"])
+        try:
+            with Telemetry(hello["rank"], supervisor.tell):
+                _take_modules(Path(order["archive"]), Path(hello["folder"]) / "modules")
+                value = _call(Path(order["call"]), executable if order["executable"] else ())
+            if order["keep"]:
+                executable, value = [value], None
+            _write(value, result, f"what {order['what']} returns")
+        except BaseException as exc:
+            supervisor.tell({"kind": "failed", **_told(exc, result)})
+        else:
+            supervisor.tell({"kind": "done", "result": str(result)})
+    return 0
+
+
+def _take_modules(file: Path, folder: Path) -> None:
+    """Make the user's modules importable, if any have come."""
+    archive = file.read_bytes()
+    file.unlink()
+    if archive:
+        unpack(archive, folder)
+        sys.path.insert(0, str(folder))
+
+
+def _call(file: Path, first: Sequence[Any]) -> Any:
+    content = file.read_bytes()
+    file.unlink()
+    fn, args, kwargs = load_call(content)
+    try:
+        return fn(*first, *args, **kwargs)
+    except SystemExit as exc:
+        if exc.code not in (None, 0):
+            raise
+    finally:
+        sys.stdout.flush()
+
+
+def _write(value: object, file: Path, what: str) -> None:
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as exc:
+        raise PoolError(f"{what} is of type {type(value).__name__} and cannot be sent: {exc}") from exc
+    file.write_bytes(content)
+
+
+def _told(exc: BaseException, file: Path) -> dict[str, Any]:
+    """What the supervisor is told of an error."""
+    trace = exc.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # the user's own part of it
+    text = "".join(traceback.format_exception(type(exc), exc, trace))
+    print(text, file=sys.stderr, flush=True)
+    of_peers = bool(_OF_PEERS.intersection(cls.__name__ for cls in type(exc).__mro__))
+    told = {"error": f"{type(exc).__name__}: {exc}", "text": text, "of_peers": of_peers}
+    try:
+        content = cloudpickle.dumps(exc)
+        cloudpickle.loads(content)
+    except Exception:
+        return told
+    file.write_bytes(content)
+    return {**told, "result": str(file)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,170 @@
+"""The Dask task that owns a rank: it holds the worker, starts the rank's process, passes orders and events on, and ends it."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slackring.dask import metrics
+from slackring.dask.child import Child
+from slackring.dask.site import Event, Mailbox, Order, Site
+from slackring.errors import PoolError
+
+__all__ = ["Seat", "supervise"]
+
+_TICK = 0.1  # seconds between two looks at the rank
+_CHUNK = 1 << 20  # bytes of a result that are sent at once
+_TAIL = 60  # lines of the log that tell why a rank has died
+_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI_", "SLURM_", "SLACKRING_")  # what their variables begin with
+_OF_OTHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a pool.
+
+    Attributes
+    ----------
+    pool
+        Name of its pool.
+    rank
+        Its rank.
+    incarnation
+        Which process of the worker it is on: one that Dask has restarted is another.
+    """
+
+    pool: str
+    rank: int
+    incarnation: str
+
+
+def supervise(seat: Seat) -> None:
+    """Own a rank until it has ended, or this task is no longer wanted.
+
+    It is no longer wanted once the client has cancelled it, has gone, or has lost the scheduler. The rank's process ends then,
+    too; and by itself if this process dies.
+
+    Raises
+    ------
+    PoolError
+        If this is not the worker that the seat is on, since that one has died.
+    """
+    from distributed import get_worker, secede
+
+    worker = get_worker()
+    key = worker.get_current_task()
+    secede()  # Dask neither counts this task's thread, nor takes the worker for one that can be closed
+    if worker.id != seat.incarnation:
+        raise PoolError(f"the worker of rank {seat.rank} has died.")
+
+    def wanted() -> bool:
+        task = worker.state.tasks.get(key)
+        return task is not None and task.state in ("executing", "long-running") and worker.status.name == "running"
+
+    site = Site.of(worker)
+    with site.mailbox(seat.pool) as box, site.held(seat.pool, wanted) as held:
+        if held:
+            box.put({"kind": "held"})
+            folder = Path(tempfile.mkdtemp(prefix="slackring-", dir=worker.local_directory))
+            try:
+                _Supervisor(seat, box, folder, wanted).run()
+            finally:
+                metrics.forget(seat.pool, seat.rank)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Supervisor:
+    def __init__(self, seat: Seat, box: Mailbox, folder: Path, wanted: Callable[[], bool]) -> None:
+        self._seat, self._box, self._folder, self._wanted = seat, box, folder, wanted
+        self._calls = 0
+        self._tail = ""
+
+    def run(self) -> None:
+        start = self._first_order()
+        if start is None:
+            return
+        with Child(self._folder, _environment(start["environments"][self._seat.rank])) as child:
+            child.send({"op": "hello", **start["hello"], "rank": self._seat.rank, "folder": str(self._folder)})
+            while child.code is None and self._wanted():
+                select.select([self._box.bell, child.pipe], [], [], _TICK)
+                self._work(child)
+            self._work(child)  # what it said last
+            self._log(child, everything=True)
+            child.end()
+            self._box.put(self._ended(child.code))
+        while not self._box.empty and self._wanted():
+            select.select([self._box.bell], [], [], _TICK)
+            list(self._box.orders())  # nobody is left to carry them out
+
+    def _first_order(self) -> Order | None:
+        while self._wanted():
+            select.select([self._box.bell], [], [], _TICK)
+            for order in self._box.orders():
+                return order
+        return None
+
+    def _work(self, child: Child) -> None:
+        for order in self._box.orders():
+            child.send(self._in_files(order))
+        events = child.events()
+        self._log(child, everything=any("result" in event for event in events))
+        for event in events:
+            self._pass_on(event)
+
+    def _in_files(self, order: Order) -> Order:
+        """Put the bytes of an order into files, which the rank removes."""
+        if order["op"] != "call":
+            return order
+        self._calls += 1
+        files = {"result": str(self._folder / f"result-{self._calls}")}
+        for part in ("call", "archive"):
+            file = self._folder / f"{part}-{self._calls}"
+            file.write_bytes(order[part])
+            files[part] = str(file)
+        return {**order, **files}
+
+    def _pass_on(self, event: Event) -> None:
+        if event["kind"] == "progress":
+            metrics.update(self._seat.pool, self._seat.rank, event)
+        file = event.pop("result", None)
+        if file is not None:
+            with open(file, "rb") as result:
+                while (data := result.read(_CHUNK)) and self._room():
+                    self._box.put({"kind": "result", "data": data})
+            os.unlink(file)
+        self._box.put(event)
+
+    def _log(self, child: Child, *, everything: bool) -> None:
+        """Send what the rank has printed; as much as there is room for, unless all of it is to be sent now."""
+        while (everything and self._room()) or not self._box.full:
+            text = child.printed()
+            if not text:
+                return
+            self._tail = "\n".join((self._tail + text).splitlines()[-_TAIL:]) + ("\n" if text.endswith("\n") else "")
+            self._box.put({"kind": "log", "text": text})
+
+    def _room(self) -> bool:
+        """Wait until the client has taken enough; whether it still wants more."""
+        while self._box.full and self._wanted():
+            select.select([], [], [], _TICK)
+        return self._wanted()
+
+    def _ended(self, code: int | None) -> Event:
+        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        text = f"Its log ends with:\n{self._tail}" if self._tail else "It has printed nothing."
+        return {"kind": "ended", "sentence": how, "text": text}
+
+
+def _environment(given: dict[str, str]) -> dict[str, Any]:
+    """The rank's environment: this worker's, without what other launchers have left there, and what is given."""
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in _OF_OTHERS and not name.startswith(_LAUNCHERS)
+    }
+    return {**inherited, "PYTHONUNBUFFERED": "1", **given}
