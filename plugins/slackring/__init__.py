@@ -16,6 +16,7 @@ from slackring.ring.ambient import ring
 if TYPE_CHECKING:
     from slackring import dask, data, gossip, optim, rules, server, stragglers, testing, zipline
     from slackring.cluster import VirtualCluster
+    from slackring.dask.executor import DaskExecutor
     from slackring.errors import SlackringError
     from slackring.optim.ambient import report
     from slackring.optim.optimizer import DistributedOptimizer, RelaxedOptimizer
@@ -33,6 +34,7 @@ __all__ = [
     "AnytimeMinibatch",
     "Budget",
     "CoCoD",
+    "DaskExecutor",
     "DistributedOptimizer",
     "ElasticBSP",
     "LocalSGD",
@@ -81,6 +83,7 @@ _HOME = {
     "ring.collectives": ("allreduce", "barrier", "broadcast"),
     "ring.network": ("Network",),
     "cluster": ("VirtualCluster",),
+    "dask": ("DaskExecutor",),
     "server.server": ("ParameterServer",),
     "errors": ("SlackringError",),
 }

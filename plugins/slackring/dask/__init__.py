@@ -12,10 +12,18 @@ from slackring.errors import SlackringError
 
 if TYPE_CHECKING:
     from slackring.dask.clusters import RunningCluster, load_cluster
+    from slackring.dask.executor import DaskExecutor
+    from slackring.dask.pool import Settings
+    from slackring.dask.run import Run
 
-__all__ = ["RunningCluster", "load_cluster"]
+__all__ = ["DaskExecutor", "Run", "RunningCluster", "Settings", "load_cluster"]
 
-_HOME = {"clusters": ("RunningCluster", "load_cluster")}
+_HOME = {
+    "clusters": ("RunningCluster", "load_cluster"),
+    "executor": ("DaskExecutor",),
+    "pool": ("Settings",),
+    "run": ("Run",),
+}
 _EXTRA = ("cloudpickle", "dask", "distributed", "jsonschema", "prometheus_client", "yaml")
 
 

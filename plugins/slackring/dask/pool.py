@@ -1,0 +1,504 @@
+"""The ranks on a cluster's workers, driven by the client; everything here runs on the client's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slackring.dask.answers import Answer, culprit
+from slackring.dask.code import Bundle
+from slackring.dask.facts import WorkerFacts, check_alike, look, read_answers
+from slackring.dask.placement import Place, place
+from slackring.dask.relay import ping
+from slackring.dask.rendezvous import Rendezvous
+from slackring.dask.site import Event, Order, Site
+from slackring.dask.supervisor import Seat, supervise
+from slackring.errors import PoolError, RankError
+
+__all__ = ["Pool", "Settings", "Sink"]
+
+T = TypeVar("T")
+
+log = logging.getLogger("slackring")
+
+_POLL = 5.0  # seconds that a question for events may stay open
+_LOOK = 1.0  # seconds between two looks at which workers there are
+_QUIET = 5.0  # seconds to wait for others' workers before saying so
+_FAREWELL = 5.0  # seconds that ranks get to end by themselves
+
+Sink = Callable[[int, Event], None]
+"""Takes what a rank tells: its number, and the event."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a pool is started and watched.
+
+    Parameters
+    ----------
+    timeout_s
+        Seconds after which ranks give up on a peer that does not answer, and within which all ranks have stopped once one has
+        failed.
+    placement_timeout_s
+        Seconds to wait for enough workers, for other pools to leave them, and for ranks to start.
+    nics
+        Network interfaces to use on every worker; None takes the one that has the worker's address.
+    """
+
+    timeout_s: float = 30.0
+    placement_timeout_s: float = 100.0
+    nics: tuple[str, ...] | None = None
+
+
+class _Member:
+    """One rank, as the client knows it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.held, self.started = asyncio.Event(), asyncio.Event()
+        self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        """Set once the rank is no more: it has died, or its worker has."""
+        self.gone = asyncio.Event()
+        """Set once its supervisor has nothing left on the worker."""
+        self.answer: asyncio.Future[Answer] | None = None
+        self.content = bytearray()
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.place.rank} on {self.place.worker}"
+
+    def settle(self, answer: Answer) -> None:
+        """Answer the call that is under way."""
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_result(answer)
+
+    def end(self, answer: Answer) -> None:
+        """Take note that the rank is no more."""
+        if not self.over.done():
+            self.over.set_result(answer)
+        self.settle(answer)
+
+
+class Pool:
+    """Ranks on the workers of a cluster, one a worker.
+
+    Parameters
+    ----------
+    client
+        A ``distributed.Client``.
+    number
+        How many ranks; None is one on every worker there is.
+    settings
+        See :class:`Settings`.
+    use_gpu
+        See :func:`slackring.dask.placement.place`.
+    environment
+        Variables for every rank.
+
+    Attributes
+    ----------
+    modules : str or None
+        Digest of the user's modules that the ranks have; None until the first call brings some.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        number: int | None,
+        settings: Settings,
+        use_gpu: bool | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.name = f"pool-{secrets.token_hex(4)}"
+        self.modules: str | None = None
+        self._client, self._number, self._settings, self._use_gpu = client, number, settings, use_gpu
+        self._environment = environment
+        self._secret = secrets.token_bytes(32)
+        self._members: list[_Member] = []
+        self._rendezvous: Rendezvous | None = None
+        self._futures: list[Any] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._calls = 0
+        self._sink: Sink = lambda rank, event: None
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the ranks are, by rank."""
+        return [member.place for member in self._members]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all ranks are there."""
+        return bool(self._members) and not any(member.over.done() for member in self._members)
+
+    def has_others_than(self, modules: Bundle) -> bool:
+        """Whether its ranks have imported other modules of the user's, or what these were before they changed."""
+        return bool(modules.archive) and self.modules not in (None, modules.digest)
+
+    async def open(self) -> None:
+        """Start the ranks.
+
+        Raises
+        ------
+        PoolError
+            If there are too few workers, if they differ, if they are others' for too long, or cannot reach this process.
+        HorovodMissingError
+            If a worker lacks Horovod.
+        RankError
+            If a rank does not start.
+        """
+        try:
+            workers = await self._workers()
+            places = place(workers, self._number or len(workers), self._use_gpu)
+            host = _own_address(self._client)
+            self._rendezvous = Rendezvous(host, self._secret)
+            await self._check_reachable(places, host)
+            self._members = [_Member(where) for where in places]
+            self._tasks.append(asyncio.create_task(self._watch()))
+            await self._hold()
+            await self._order(
+                {
+                    "op": "start",
+                    "environments": [self._environment_of(member.place) for member in self._members],
+                    "hello": {"host": host, "port": self._rendezvous.port, "secret": self._secret.hex()},
+                }
+            )
+            await self._all("started", "did not start")
+        except BaseException:
+            await asyncio.shield(self.close(kill=True))
+            raise
+
+    async def call(
+        self,
+        content: bytes,
+        modules: Bundle,
+        what: str,
+        sink: Sink,
+        *,
+        ranks: Sequence[int] | None = None,
+        executable: bool = False,
+        keep: bool = False,
+    ) -> list[bytes]:
+        """Have ranks call a function, and wait for what it returns.
+
+        Parameters
+        ----------
+        content
+            What :func:`slackring.dask.code.dump_call` gave.
+        modules
+            The user's modules that it needs. A pool takes some once: ranks do not import anew.
+        what
+            What to call it in messages.
+        sink
+            Takes what the ranks tell meanwhile.
+        ranks
+            Which; all if None.
+        executable, keep
+            Whether the ranks' executable is its first argument, and whether what it returns is the executable from now on.
+
+        Returns
+        -------
+        list of bytes
+            Pickled results, by rank.
+
+        Raises
+        ------
+        RankError
+            If one of them fails. All ranks have ended then.
+        """
+        assert self._rendezvous is not None  # it is open
+        members = self._members if ranks is None else [self._members[rank] for rank in ranks]
+        self._calls += 1
+        generation = str(self._calls)
+        self._rendezvous.open(generation, _scope_sizes(self.places))
+        self._sink = sink
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[Answer]] = []
+        for member in members:
+            member.content.clear()
+            member.answer = loop.create_future()
+            answers.append(member.answer)
+            if member.over.done():
+                member.settle(member.over.result())
+        order = {
+            "op": "call",
+            "call": content,
+            "archive": b"" if modules.digest == self.modules else modules.archive,
+            "generation": generation,
+            "what": what,
+            "executable": executable,
+            "keep": keep,
+        }
+        if modules.archive:
+            self.modules = modules.digest
+        try:
+            await self._order(order, members)
+            came = await self._answers(answers)
+        except BaseException:
+            await asyncio.shield(self.close(kill=True))
+            raise
+        guilty = culprit(came)
+        if guilty is not None:
+            await self.close(kill=True)
+            raise self._error(guilty) from guilty.exception()
+        return [answer.result().content for answer in answers]
+
+    async def _answers(self, pending: Sequence[asyncio.Future[Answer]]) -> list[Answer]:
+        """Wait for all answers, or for one that is a failure and those that follow at once; in the order in which they come."""
+        came: list[Answer] = []
+        waiting = set(pending)
+        deadline: float | None = None
+        loop = asyncio.get_running_loop()
+        while waiting:
+            left = None if deadline is None else deadline - loop.time()
+            if left is not None and left <= 0:
+                break
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            came += [answer.result() for answer in done]
+            if deadline is None and culprit(came) is not None:
+                # The rank that is to blame may tell it after those that suffer from it.
+                patience = 1.0 if all(answer.of_peers for answer in came if answer.kind != "done") else 0.2
+                deadline = loop.time() + min(patience, self._settings.timeout_s)
+        return came
+
+    async def wish_to_stop(self) -> None:
+        """Ask rank 0 to have all ranks stop after the same round."""
+        await self._order({"op": "stop"}, self._members[:1])
+
+    async def close(self, *, kill: bool = False) -> None:
+        """End all ranks and leave nothing of them on the workers.
+
+        Parameters
+        ----------
+        kill
+            Do not let them end by themselves.
+        """
+        if self._members and not kill:
+            with contextlib.suppress(Exception):
+                await self._order({"op": "quit"})
+                await asyncio.wait([member.over for member in self._members], timeout=_FAREWELL)
+        if self._futures:
+            with contextlib.suppress(Exception):
+                await self._client.cancel(self._futures, force=True)
+            gone = [asyncio.create_task(member.gone.wait()) for member in self._members]
+            await asyncio.wait(gone, timeout=self._settings.timeout_s)
+            for task in gone:
+                task.cancel()
+        for background in self._tasks:
+            background.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._rendezvous is not None:
+            await asyncio.to_thread(self._rendezvous.stop)
+        for member in self._members:
+            member.end(Answer(member.place.rank, "died", sentence="was ended"))
+        self._tasks, self._futures, self._rendezvous = [], [], None
+
+    # How it starts
+
+    async def _workers(self) -> list[WorkerFacts]:
+        """Those to place ranks on: free ones, if there are enough of them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.placement_timeout_s
+        wanted = self._number or 1
+        while len(there := await self._running()) < wanted:
+            if loop.time() > deadline:
+                raise PoolError(
+                    f"{wanted} workers are needed, and the cluster has {len(there)} after "
+                    f"{self._settings.placement_timeout_s:g} s; ask for fewer ranks, or scale the cluster up."
+                )
+            await asyncio.sleep(_LOOK / 4)
+        told = await self._client.run(_visit, workers=there, on_error="return")
+        workers = read_answers({address: _part(answer, 0) for address, answer in told.items()})
+        for warning in check_alike(workers):
+            log.warning("%s", warning)
+        free = [worker for worker in workers if _part(told[worker.address], 1) is None]
+        return free if self._number is not None and len(free) >= self._number else workers
+
+    async def _running(self) -> list[str]:
+        workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+        return [address for address, worker in workers.items() if worker["status"] == "running"]
+
+    async def _check_reachable(self, places: Sequence[Place], host: str) -> None:
+        assert self._rendezvous is not None
+        addresses = [where.worker.address for where in places]
+        answers = await self._client.run(
+            _ping, host, self._rendezvous.port, self._secret, workers=addresses, on_error="return"
+        )
+        for address, trouble in answers.items():
+            if trouble is not None:
+                raise PoolError(
+                    f"the worker at {address} cannot reach this process at {host}:{self._rendezvous.port} ({trouble}); start "
+                    "the client on a machine that the workers can reach, such as the scheduler's."
+                )
+
+    async def _hold(self) -> None:
+        """Take the workers, one after the other in the same order as everybody, so that no two pools wait for each other."""
+        for member in sorted(self._members, key=lambda member: member.place.worker.address):
+            worker = member.place.worker
+            seat = Seat(self.name, member.place.rank, worker.incarnation)
+            future = self._client.submit(
+                supervise, seat, key=f"{self.name}-rank-{member.place.rank}",
+                workers=[worker.address], pure=False, retries=0, priority=100,
+            )  # fmt: skip
+            self._futures.append(future)
+            self._tasks += [
+                asyncio.create_task(self._read(member)),
+                asyncio.create_task(self._await_supervisor(member, future)),
+            ]
+            waiting = asyncio.create_task(self._within(self._until(member, member.held), member, "was not free"))
+            done, _ = await asyncio.wait([waiting], timeout=_QUIET)
+            if not done:
+                log.warning("%s: waiting for the worker, which is busy or another pool's.", member.name)
+            await waiting
+
+    async def _all(self, stage: str, otherwise: str) -> None:
+        await asyncio.gather(
+            *(self._within(self._until(member, getattr(member, stage)), member, otherwise) for member in self._members)
+        )
+
+    async def _until(self, member: _Member, event: asyncio.Event) -> None:
+        """Wait for something of a rank, or its end."""
+        waiting = asyncio.ensure_future(event.wait())
+        futures: list[asyncio.Future[Any]] = [waiting, member.over]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not event.is_set():
+            raise self._error(member.over.result())
+
+    async def _within(self, waiting: Coroutine[Any, Any, T], member: _Member, otherwise: str) -> T:
+        try:
+            return await asyncio.wait_for(waiting, self._settings.placement_timeout_s)
+        except TimeoutError:
+            raise PoolError(
+                f"{member.name} {otherwise} within {self._settings.placement_timeout_s:g} s; end what runs there, or give "
+                "create_settings(placement_timeout_s=...)."
+            ) from None
+
+    def _environment_of(self, where: Place) -> dict[str, str]:
+        return {
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self._settings.timeout_s))),
+            **where.environment(nics=self._settings.nics),
+            **self._environment,
+        }
+
+    # How it is watched
+
+    async def _ask(self, member: _Member, **message: Any) -> Any:
+        address = member.place.worker.address
+        return await self._client.scheduler.proxy(msg=message, worker=address)
+
+    async def _order(self, order: Order, members: Sequence[_Member] | None = None) -> None:
+        addresses = [member.place.worker.address for member in (self._members if members is None else members)]
+        message = {"op": "slackring_order", "pool": self.name, "order": order}
+        await self._client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")
+
+    async def _read(self, member: _Member) -> None:
+        """Take a rank's events until there are no more."""
+        after = 0
+        question = {"op": "slackring_read", "pool": self.name, "incarnation": member.place.worker.incarnation}
+        try:
+            while True:
+                told = await self._ask(member, **question, after=after, seconds=_POLL)
+                after = told["next"]
+                for event in told["events"]:
+                    self._take(member, event)
+                if told["gone"]:
+                    break
+        except Exception as exc:  # of whatever kind the connection's end is
+            log.debug("%s: %s", member.name, exc)
+        member.end(
+            Answer(member.place.rank, "lost", sentence="has lost its worker, which has died or left the cluster")
+        )
+        member.gone.set()
+
+    def _take(self, member: _Member, event: Event) -> None:
+        rank = member.place.rank
+        match event["kind"]:
+            case "held":
+                member.held.set()
+            case "started":
+                member.started.set()
+            case "result":
+                member.content += event["data"]
+            case "done":
+                member.settle(Answer(rank, "done", bytes(member.content)))
+            case "failed":
+                member.settle(
+                    Answer(
+                        rank,
+                        "raised",
+                        bytes(member.content),
+                        f"raised {event['error']}",
+                        f"Its own traceback:\n{event['text']}",
+                        event["of_peers"],
+                    )
+                )
+            case "ended":
+                member.end(Answer(rank, "died", b"", "died: " + event["sentence"], event["text"]))
+            case _:
+                self._sink(rank, event)
+
+    async def _await_supervisor(self, member: _Member, future: Any) -> None:
+        """Notice a supervisor that cannot do its work."""
+        try:
+            await future
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as exc:  # Dask's own for a future that was cancelled is of the latter kind
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            member.end(Answer(member.place.rank, "lost", sentence=f"cannot be supervised: {type(exc).__name__}: {exc}"))
+
+    async def _watch(self) -> None:
+        """Notice workers that are no longer there; their ranks end by themselves."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            there = await self._running()
+            for member in self._members:
+                if member.place.worker.address not in there:
+                    sentence = "has lost its worker, which has died or left the cluster"
+                    member.end(Answer(member.place.rank, "lost", sentence=sentence))
+                    member.gone.set()
+
+    def _error(self, answer: Answer) -> RankError:
+        member = self._members[answer.rank]
+        details = f"\n{answer.details}" if answer.details else ""
+        return RankError(f"{member.name} {answer.sentence}.{details}", answer.rank)
+
+
+def _visit(dask_worker: Any) -> tuple[dict[str, Any], str | None]:
+    """What a worker tells of itself, and which pool holds it."""
+    return look(dask_worker), Site.of(dask_worker).holder
+
+
+def _part(answer: Any, index: int) -> Any:
+    return answer if isinstance(answer, BaseException) else answer[index]
+
+
+async def _ping(host: str, port: int, secret: bytes) -> str | None:
+    return await asyncio.to_thread(ping, host, port, secret, 5.0)
+
+
+def _own_address(client: Any) -> str:
+    """The address by which the scheduler's machine is reached from here, which is the one that workers can reach."""
+    from distributed.comm.addressing import get_address_host
+    from distributed.utils import get_ip
+
+    address = client.scheduler.address
+    return "127.0.0.1" if address.startswith("inproc") else str(get_ip(get_address_host(address)))
+
+
+def _scope_sizes(places: Sequence[Place]) -> dict[str, int]:
+    """How many ranks meet in each of Horovod's three kinds of groups."""
+    sizes = {"global": len(places)}
+    for where in places:
+        environment = where.environment()
+        sizes[f"local_{environment['HOROVOD_HOSTNAME']}"] = where.local_size
+        sizes[f"cross_{where.local_rank}"] = where.cross_size
+    return sizes

@@ -1,0 +1,252 @@
+"""Ranks on a Dask cluster: what they are asked to do, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from distributed import Client, LocalCluster
+from tests.dask.conftest import until
+
+from slackring.dask.executor import DaskExecutor
+from slackring.errors import PoolError, RankError
+
+
+def where(word: str, times: int = 1) -> tuple[str, int, str]:
+    print(f"rank {os.environ['HOROVOD_RANK']} says {word * times}")
+    return word * times, int(os.environ["HOROVOD_RANK"]), os.environ["HOROVOD_LOCAL_RANK"]
+
+
+def rank() -> int:
+    return int(os.environ["HOROVOD_RANK"])
+
+
+@pytest.fixture
+def executor(client: Client, nothing_left: None, tmp_path: Path) -> Iterator[DaskExecutor]:
+    with DaskExecutor(client, 2, out=tmp_path / "runs") as made:
+        yield made
+
+
+def folder_of(executor: DaskExecutor, tmp_path: Path) -> Path:
+    return max((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def test_results_come_by_rank_and_logs_lie_in_the_run_folder(executor: DaskExecutor, tmp_path: Path) -> None:
+    assert executor.run(where, ["ho"], {"times": 2}) == [("hoho", 0, "0"), ("hoho", 1, "1")]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "where" in folder.name
+    for number in (0, 1):
+        assert (folder / f"rank-{number}.log").read_text() == f"rank {number} says hoho\n"
+    assert [told["rank"] for told in json.loads((folder / "run.json").read_text())["ranks"]] == [0, 1]
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_ranks_stay_between_calls_and_have_their_own_processes(executor: DaskExecutor, client: Client) -> None:
+    first, second = executor.run(os.getpid), executor.run(os.getpid)
+    assert first == second
+    assert len({*first, os.getpid(), *client.run(os.getpid).values()}) == 2 + 1 + 4
+
+
+def test_a_large_result_and_a_long_log_arrive_whole(executor: DaskExecutor, tmp_path: Path) -> None:
+    def much() -> bytes:
+        for number in range(100_000):
+            print(f"line {number}")
+        return b"x" * 10_000_000
+
+    assert [len(result) for result in executor.run(much)] == [10_000_000] * 2
+    text = (folder_of(executor, tmp_path) / "rank-1.log").read_text()
+    assert text.splitlines() == [f"line {number}" for number in range(100_000)]
+
+
+def test_what_cannot_be_sent_is_told_before_anything_runs(executor: DaskExecutor) -> None:
+    lock = threading.Lock()
+    with pytest.raises(PoolError, match="'lock'"):
+        executor.run(lambda: lock)
+    with pytest.raises(RankError, match=r"rank 0 on worker .* raised PoolError: what <lambda> returns .*lock"):
+        executor.run(lambda: threading.Lock())
+    assert executor.run(rank) == [0, 1]
+
+
+def test_a_class_that_is_not_here_is_told(executor: DaskExecutor) -> None:
+    def strange() -> Any:
+        import types
+
+        module = types.ModuleType("nowhere_to_be_found")
+        sys.modules[module.__name__] = module
+        exec("class Thing: pass", module.__dict__)
+        return module.Thing()
+
+    with pytest.raises(PoolError, match=r"what rank 0 returned cannot be read here .*nowhere_to_be_found"):
+        executor.run(strange)
+
+
+class Counter:
+    def __init__(self, start: int, step: int = 1) -> None:
+        self.count, self.step = start, step
+
+    def more(self) -> tuple[int, int]:
+        self.count += self.step
+        return rank(), self.count
+
+
+def test_an_executable_lives_on_every_rank(client: Client, nothing_left: None, tmp_path: Path) -> None:
+    executor = DaskExecutor(client, 2, out=tmp_path)
+    executor.start(Counter, [10], {"step": 5}, extra_env_vars={"WORD": "hello"})
+    try:
+        assert executor.execute(lambda counter: counter.more()) == [(0, 15), (1, 15)]
+        assert executor.execute_single(lambda counter: counter.more()) == (0, 20)
+        assert executor.execute(lambda counter: counter.more()) == [(0, 25), (1, 20)]
+        assert executor.run(lambda: os.environ["WORD"]) == ["hello", "hello"]
+    finally:
+        executor.shutdown()
+
+
+def test_what_needs_ranks_or_an_executable_says_so(executor: DaskExecutor, client: Client) -> None:
+    with pytest.raises(PoolError, match="use it in a with block, or call start"):
+        DaskExecutor(client).run(rank)
+    with pytest.raises(PoolError, match="executable_cls="):
+        executor.execute(lambda thing: thing)
+    with pytest.raises(PoolError, match="at least 1, not 0"):
+        DaskExecutor(client, 0)
+
+
+def test_too_few_workers_are_told_in_time(client: Client, nothing_left: None) -> None:
+    settings = DaskExecutor.create_settings(placement_timeout_s=0.5)
+    with pytest.raises(PoolError, match=r"5 workers are needed, and the cluster has 4 after 0\.5 s"):
+        DaskExecutor(client, 5, settings=settings).start()
+
+
+def test_ranks_have_no_variables_of_another_launcher(executor: DaskExecutor, client: Client) -> None:
+    assert executor.run(lambda: sorted(name for name in os.environ if name.startswith("SLACKRING"))) == [[], []]
+    assert executor.run(lambda: os.environ["OMP_NUM_THREADS"]) == ["1", "1"]
+    assert executor.run(lambda: sys.stdin.read()) == ["", ""]
+
+
+def test_a_changed_module_reaches_the_ranks(executor: DaskExecutor, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "my_model_of_this_test.py"
+    module.write_text("def size():\n    return 1\n")
+
+    def use() -> int:
+        import my_model_of_this_test
+
+        return int(my_model_of_this_test.size())
+
+    assert executor.run(use) == [1, 1]
+    before = executor.run(os.getpid)
+    assert executor.run(use) == [1, 1] and executor.run(os.getpid) == before
+    module.write_text("def size():\n    return 22\n")
+    assert executor.run(use) == [22, 22]
+    assert not set(before) & set(executor.run(os.getpid))
+
+
+def test_a_run_in_the_background_can_be_cancelled(executor: DaskExecutor) -> None:
+    run = executor.run_remote(time.sleep, [600])
+    assert not run.done()
+    with pytest.raises(TimeoutError):
+        run.result(timeout=0.2)
+    run.cancel()
+    assert run.done()
+    with pytest.raises(PoolError, match=r"sleep\(\) was cancelled"):
+        run.result()
+    assert executor.run(rank) == [0, 1]
+
+
+def test_runs_take_turns(executor: DaskExecutor) -> None:
+    runs = [executor.run_remote(where, [word]) for word in "abc"]
+    assert [run.result()[1][0] for run in runs] == ["a", "b", "c"]
+    assert len({run.folder for run in runs}) == 3
+
+
+def test_callbacks_get_what_ranks_report(executor: DaskExecutor, tmp_path: Path) -> None:
+    def report() -> None:
+        import slackring as sr
+
+        sr.report(loss=0.5 + int(os.environ["HOROVOD_RANK"]), phase="warm-up")
+
+    got: list[dict[str, Any]] = []
+
+    def broken(told: Any) -> None:
+        raise ValueError("this callback is broken")
+
+    executor.run(report, callbacks=[broken, got.append])
+    assert sorted((told["rank"], told["loss"], told["phase"]) for told in got) == [
+        (0, 0.5, "warm-up"),
+        (1, 1.5, "warm-up"),
+    ]
+    lines = (folder_of(executor, tmp_path) / "events.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["values"]["loss"] for line in lines) == [0.5, 1.5]
+
+
+def test_an_asynchronous_client_awaits(cluster: LocalCluster, nothing_left: None, tmp_path: Path) -> None:
+    async def use() -> Any:
+        async with (
+            Client(cluster.scheduler_address, asynchronous=True) as client,
+            DaskExecutor(client, 2, out=tmp_path) as executor,
+        ):
+            run = executor.run_remote(where, ["b"])
+            return await executor.run(where, ["a"]), await run.result(), repr(run)
+
+    first, second, shown = asyncio.run(use())
+    assert [told[0] for told in first + second] == ["a", "a", "b", "b"]
+    assert "where on 2 ranks, done" in shown
+
+
+def test_two_executors_on_one_cluster_both_finish(client: Client, nothing_left: None, tmp_path: Path) -> None:
+    found: dict[str, list[Any]] = {}
+
+    def train(name: str) -> None:
+        with DaskExecutor(client, 4, out=tmp_path) as executor:
+            found[name] = executor.run(where, [name])
+
+    threads = [threading.Thread(target=train, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120.0)
+    assert {name: [told[:2] for told in results] for name, results in found.items()} == {
+        name: [(name, number) for number in range(4)] for name in "abc"
+    }
+
+
+def test_executors_that_fit_beside_each_other_do_not_wait(client: Client, nothing_left: None, tmp_path: Path) -> None:
+    with DaskExecutor(client, 2, out=tmp_path) as one, DaskExecutor(client, 2, out=tmp_path) as other:
+        assert one.run(rank) == other.run(rank) == [0, 1]
+        settings = DaskExecutor.create_settings(placement_timeout_s=0.5)
+        with pytest.raises(PoolError, match=r"rank \d on worker .* was not free within 0\.5 s"):
+            DaskExecutor(client, 4, settings=settings, out=tmp_path).start()
+        assert one.run(rank) == other.run(rank) == [0, 1]
+
+
+def test_executors_after_each_other_leave_nothing(client: Client, nothing_left: None, tmp_path: Path) -> None:
+    def open_files() -> dict[str, int]:
+        return {**client.run(_open_files), "here": _open_files()}
+
+    def use() -> None:
+        with DaskExecutor(client, 2, out=tmp_path) as executor:
+            assert executor.run(rank) == [0, 1]
+
+    for _ in range(3):  # until pools of connections are full
+        use()
+    before = open_files()
+    for _ in range(20):
+        use()
+    until(
+        lambda: all(number <= before[at] + 2 for at, number in open_files().items()), f"no more than {before} are open"
+    )
+    tasks = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
+    assert tasks == 0
+
+
+def _open_files() -> int:
+    process = psutil.Process()
+    return process.num_fds() + process.num_threads()

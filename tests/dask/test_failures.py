@@ -1,0 +1,207 @@
+"""What fails on a cluster, 20 times in a row: the others stop in time, the rank is named, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from distributed import Client, LocalCluster
+from tests.dask.conftest import rank_processes, until
+
+from slackring.dask.executor import DaskExecutor
+from slackring.errors import RankError
+
+TIMES = 2
+TIMEOUT = 10.0  # seconds; what create_settings(timeout_s=) promises
+
+
+@pytest.fixture
+def executor(client: Client, nothing_left: None, tmp_path: Path) -> Iterator[DaskExecutor]:
+    settings = DaskExecutor.create_settings(timeout_s=TIMEOUT)
+    with DaskExecutor(client, 2, settings=settings, out=tmp_path / "runs") as made:
+        yield made
+
+
+def on_rank_1(fail: Callable[[], Any]) -> Callable[[], None]:
+    """What fails on rank 1, while rank 0 would go on for ever."""
+
+    def train() -> None:
+        import os
+        import time
+
+        print("rank", os.environ["HOROVOD_RANK"], "is here")
+        if os.environ["HOROVOD_RANK"] == "1":
+            fail()
+        time.sleep(3600)
+
+    return train
+
+
+def fails_in_time(executor: DaskExecutor, train: Callable[[], None]) -> RankError:
+    """Run something that fails; give its error."""
+    executor.run(int)  # so that what is timed does not have to start ranks
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        executor.run(train)
+    assert time.monotonic() - began < TIMEOUT
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fail", "told"),
+    [
+        (lambda: 1 // 0, "raised ZeroDivisionError: integer division or modulo by zero"),
+        (lambda: sys.exit(5), "raised SystemExit: 5"),
+        (lambda: os._exit(3), "died: exit code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "died: SIGKILL"),
+        (lambda: os.abort(), "died: SIGABRT"),
+    ],
+    ids=["raises", "exits", "leaves", "killed", "aborts"],
+)
+def test_a_rank_that_fails_is_named(executor: DaskExecutor, fail: Callable[[], Any], told: str) -> None:
+    for _ in range(TIMES):
+        error = fails_in_time(executor, on_rank_1(fail))
+        assert error.rank == 1
+        assert "rank 1 on worker 1 (tcp://127.0.0.1:" in str(error)
+        assert told in str(error)
+        if "ZeroDivisionError" in told:
+            assert ", in train\n" in str(error) and "_rank.py" not in str(error)
+            assert isinstance(error.__cause__, ZeroDivisionError)
+        elif "died" in told:
+            assert "rank 1 is here" in str(error)
+
+
+def test_a_rank_that_hangs_when_asked_to_end_is_killed(executor: DaskExecutor) -> None:
+    def deaf() -> None:
+        import signal
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(3600)
+
+    def train() -> None:
+        import os
+
+        if os.environ["HOROVOD_RANK"] == "1":
+            raise ValueError
+        deaf()
+
+    assert fails_in_time(executor, train).rank == 1
+
+
+def test_what_a_rank_has_started_ends_with_it(executor: DaskExecutor, tmp_path: Path) -> None:
+    def start(file: str) -> None:
+        import os
+        import subprocess
+        import sys
+        import time
+
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        with open(f"{file}.{os.environ['HOROVOD_RANK']}", "w") as told:
+            told.write(str(child.pid))
+        if os.environ["HOROVOD_RANK"] == "1":
+            os._exit(1)
+        time.sleep(3600)
+
+    with pytest.raises(RankError, match="rank 1 on"):
+        executor.run(start, [str(tmp_path / "pid")])
+    # Rank 0 may have been ended before it had started anything.
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid.*") if path.read_text()]
+    assert pids
+    until(lambda: not any(map(psutil.pid_exists, pids)), "no child of a rank is left")
+
+
+def test_a_worker_that_dies(executor: DaskExecutor, client: Client) -> None:
+    for _ in range(TIMES):
+        executor.run(int)
+        run = executor.run_remote(time.sleep, [3600])
+        until(lambda run=run: len(run.places) == 2, "the run has ranks")
+        address = run.places[1].worker.address
+        pid = client.run(os.getpid, workers=[address])[address]
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankError, match=r"rank 1 on worker .* has lost its worker") as caught:
+            run.result()
+        assert caught.value.rank == 1
+        assert time.monotonic() - began < TIMEOUT
+        client.wait_for_workers(4, timeout=60)
+
+
+def test_a_rank_that_dies_between_two_runs_is_replaced(executor: DaskExecutor) -> None:
+    for _ in range(TIMES):
+        pids = executor.run(os.getpid)
+        os.kill(pids[1], signal.SIGKILL)
+        until(lambda pid=pids[1]: not psutil.pid_exists(pid), "it is dead")
+        again = executor.run(os.getpid)
+        assert pids[1] not in again
+
+
+SCRIPT = """
+import sys, time
+from distributed import Client
+from slackring.dask.executor import DaskExecutor
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client, DaskExecutor(client, 2, out=sys.argv[2]) as executor:
+        run = executor.run_remote(lambda: (print("training", flush=True), time.sleep(3600)))
+        while not all((run.folder / f"rank-{rank}.log").exists() for rank in (0, 1)):
+            time.sleep(0.02)
+        print("ready", flush=True)
+        run.result()
+"""
+
+
+@pytest.fixture
+def script(cluster: LocalCluster, tmp_path: Path) -> Callable[[], subprocess.Popen[str]]:
+    """Start a client in a process of its own, and wait until its ranks train."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, str(file), cluster.scheduler_address, str(tmp_path / "out")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert len(rank_processes()) == 2
+        return process
+
+    return start
+
+
+def test_a_client_that_dies_or_is_restarted(nothing_left: None, script: Callable[[], subprocess.Popen[str]]) -> None:
+    for _ in range(TIMES):
+        with script() as process:
+            process.kill()
+            until(lambda: not rank_processes(), "no rank is left", TIMEOUT)
+
+
+def test_ctrl_c_ends_the_ranks_and_then_the_script(
+    nothing_left: None, script: Callable[[], subprocess.Popen[str]]
+) -> None:
+    with script() as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60.0)
+    assert "KeyboardInterrupt" in errors.splitlines()[-1]
+    assert not rank_processes()
+
+
+def test_a_cluster_that_is_closed(nothing_left: None, tmp_path: Path) -> None:
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0, silence_logs=50
+    ) as other:
+        client = Client(other)
+        executor = DaskExecutor(client, 2, out=tmp_path)
+        executor.start()
+        run = executor.run_remote(time.sleep, [3600])
+        until(lambda: len(run.places) == 2, "the run has ranks")
+    with pytest.raises(RankError, match="has lost its worker"):
+        run.result(timeout=TIMEOUT)
+    client.close()
+    until(lambda: not rank_processes(), "no rank is left", TIMEOUT)
