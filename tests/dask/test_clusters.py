@@ -83,6 +83,21 @@ def test_running_cluster_is_found_by_its_address_and_left_running(local: Client)
         Client(cluster)
 
 
+def test_class_that_takes_no_number_of_workers_is_scaled(tmp_path: Path) -> None:
+    options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
+    kwargs = {
+        "scheduler": {"cls": "distributed.Scheduler", "options": options},
+        "worker": {"cls": "distributed.Worker", "options": options | {"nthreads": 1}},
+    }
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        yaml.safe_dump({"version": 1, "module": "distributed", "class": "SpecCluster", "kwargs": kwargs}),
+    )
+    with load_cluster(path, workers=2) as cluster, Client(cluster) as client:
+        client.wait_for_workers(2, timeout=60)
+        assert len(client.scheduler_info()["workers"]) == 2
+
+
 def test_script_without_a_guard_gets_one_sentence(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import slackring as sr\nsr.dask.load_cluster({str(CONFIGS / 'local.yaml')!r}, workers=1)\n")
