@@ -126,12 +126,13 @@ class _Ranks:
 
     def _read(self) -> None:
         if self._process.stdout is not None:
-            for line in self._process.stdout:
-                _, event, text = line.partition(EVENT)
-                if event:
-                    self._events.put(json.loads(text))
-                else:
-                    self._printed.append(line.rstrip())
+            with self._process.stdout as lines:
+                for line in lines:
+                    _, event, text = line.partition(EVENT)
+                    if event:
+                        self._events.put(json.loads(text))
+                    else:
+                        self._printed.append(line.rstrip())
         self._events.put(None)
 
     def outcomes(self, number: int, interrupt: Interrupt) -> Iterator[Path | None]:
