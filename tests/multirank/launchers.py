@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
-from tests.multirank.pool import MARK, ROOT, processes_of_pools
+import psutil
+from tests.multirank.pool import ROOT
 
+_MARK = "SLACKRING_TEST_LAUNCH"  # environment variable by which every process of a launch is found again
 _HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interfaces", "lo"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -28,15 +31,24 @@ def alone(ranks, *command, timeout=120):
 
 
 def _run(*command, timeout):
-    mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+    mark = uuid.uuid4().hex
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", MARK: mark},
+        env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark},
         cwd=ROOT,
         check=False,
     )
-    assert not processes_of_pools(mark), f"{Path(command[0]).name} left processes running"
+    assert not _running(mark), f"{Path(command[0]).name} left processes running"
     return done
+
+
+def _running(mark):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

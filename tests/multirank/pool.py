@@ -1,31 +1,33 @@
-"""Real ranks that are started once and run job after job, since a rank costs seconds to start."""
+"""Real ranks that run job after job, forked from a process that has imported what costs every rank seconds to import."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.multirank import worker
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "SLACKRING_TEST_POOL"  # environment variable by which every process of a pool is found again
-RANK = "SLACKRING_TEST_RANK"  # environment variable that tells a rank its kind and number
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
 _LOG_TAIL = 40
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch._dynamo", "torch.distributed", "horovod.torch"])
+_started: set[int] = set()
 
 
 class RankFailure(AssertionError):
@@ -90,13 +92,12 @@ def rendezvous_for_sets(size: int) -> Iterator[list[dict[str, str]]]:
 _MEETING_POINTS = {"horovod": rendezvous, "horovod_sets": rendezvous_for_sets, "torch": torch_store}
 
 
-def processes_of_pools(mark: str | None = None) -> list[psutil.Process]:
-    """Processes that this process's pools (or the one with this mark) started, directly or not, and that still run."""
+def processes_of_pools(ranks: Collection[int] | None = None) -> list[psutil.Process]:
+    """Processes that ranks (those of all pools, unless some are given by number) are or started, and that still run."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            value = process.environ().get(MARK)
-            ours = value is not None and (value == mark if mark else value.startswith(f"{os.getpid()}-"))
+        with contextlib.suppress(psutil.Error, OSError):
+            ours = os.getsid(process.pid) in (_started if ranks is None else ranks)
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -116,11 +117,11 @@ class Pool:
     """
 
     def __init__(self, size: int, environment: dict[str, str] | None = None, kind: str = "horovod") -> None:
-        self.size, self.kind, self.mark = size, kind, f"{os.getpid()}-{uuid.uuid4().hex}"
+        self.size, self.kind = size, kind
         self._meeting = contextlib.ExitStack()
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="ring"))
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[ForkServerProcess] = []
         self._links: list[Connection] = []
         settings = {
             "OMP_NUM_THREADS": "1",
@@ -128,18 +129,16 @@ class Pool:
             # A deadlock ends as an error on every rank, which lists who is missing.
             "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",
-            MARK: self.mark,
         }
         try:
             slots = self._meeting.enter_context(_MEETING_POINTS[kind](size))
             with Listener(str(self._folder / "jobs"), "AF_UNIX", backlog=size) as listener:
                 for rank, slot in enumerate(slots):
-                    with (self._folder / f"{rank}.log").open("wb") as out:
-                        command = [sys.executable, "-m", "tests.multirank.worker", str(listener.address)]
-                        env = {**os.environ, **settings, RANK: f"{kind} {rank}", **slot, **(environment or {})}
-                        self._ranks.append(
-                            subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
-                        )
+                    variables = {**os.environ, **settings, **slot, **(environment or {})}
+                    call = kind, rank, str(listener.address), str(self._log(rank)), variables
+                    self._ranks.append(_FORKS.Process(target=worker.main, args=call))
+                    self._ranks[-1].start()
+                    _started.add(self._ranks[-1].pid)
                 self._links = self._accept(listener)
                 for rank, (worked, value) in self._collect("start", _START_SECONDS).items():
                     if not worked:
@@ -157,7 +156,7 @@ class Pool:
             if wait([door], 0.2):
                 link = listener.accept()
                 links[pickle.loads(link.recv_bytes())] = link
-            elif any(rank.poll() is not None for rank in self._ranks) or time.monotonic() > deadline:
+            elif any(rank.exitcode is not None for rank in self._ranks) or time.monotonic() > deadline:
                 raise RankFailure(f"the ranks of a pool of {self.size} did not start:\n{self._logs(range(self.size))}")
         return [links[rank] for rank in range(self.size)]
 
@@ -221,8 +220,9 @@ class Pool:
                 except (EOFError, ConnectionResetError):
                     if rank in dies:
                         continue
-                    code = self._ranks[rank].wait(_GRACE_SECONDS)
-                    answers[rank] = False, f"died with exit code {code}; its log ends with\n{self._logs([rank])}"
+                    self._ranks[rank].join(_GRACE_SECONDS)
+                    code, log = self._ranks[rank].exitcode, self._logs([rank])
+                    answers[rank] = False, f"died with exit code {code}; its log ends with\n{log}"
             if not failing and any(not worked for worked, _ in answers.values()):
                 # The others may wait for that rank for ever.
                 deadline, failing = min(deadline, time.monotonic() + _GRACE_SECONDS), True
@@ -243,7 +243,7 @@ class Pool:
         """Have ranks write where they are into their logs."""
         sizes = {rank: self._log(rank).stat().st_size for rank in ranks}
         for rank in ranks:
-            self._ranks[rank].send_signal(signal.SIGUSR1)
+            os.kill(self._ranks[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and any(
             self._log(rank).stat().st_size == size for rank, size in sizes.items()
@@ -265,6 +265,10 @@ class Pool:
         """Everything a rank has written to its standard output and error so far."""
         return self._log(rank).read_text(errors="replace")
 
+    def processes(self) -> list[psutil.Process]:
+        """What still runs of the ranks, and of what they started."""
+        return processes_of_pools({rank.pid for rank in self._ranks})
+
     def close(self) -> None:
         """End all ranks, whatever they do, and wait for them."""
         if not self.alive:
@@ -273,12 +277,10 @@ class Pool:
         for link in self._links:
             link.close()  # a rank whose link is gone exits at once
         for process in self._ranks:
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for left in processes_of_pools(self.mark):
+            process.join(5.0)
+            process.kill()
+            process.join()
+        for left in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
                 left.wait(5.0)

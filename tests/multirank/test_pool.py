@@ -49,7 +49,7 @@ def test_a_failure_shows_the_traceback_and_the_next_test_gets_new_ranks(ranks, s
     pool = ranks(2)
     with pytest.raises(RankFailure, match=r"failed on rank 1:(?s:.*)--- rank 1 of 2(?s:.*)KeyError: 'the reason'"):
         pool.run(raise_on_rank_1)
-    assert not processes_of_pools(pool.mark)
+    assert not pool.processes()
     with pytest.raises(RankFailure, match="lambda"):
         ranks(2).run(cannot_be_pickled)
     assert ranks(2).run(who_am_i, "", mark="")[1][0] == " 1 of 2"
@@ -61,7 +61,7 @@ def test_a_hanging_rank_is_named_with_its_stack(ranks, size):
     with pytest.raises(RankFailure, match=r"rank 1 of 2 did not return within 1 s(?s:.*)in hang_on_rank_1"):
         pool.run(hang_on_rank_1, timeout=1.0)
     assert time.monotonic() - started < 20
-    assert not processes_of_pools(pool.mark)
+    assert not pool.processes()
 
 
 def test_a_dead_rank_is_named(ranks, size):
@@ -69,7 +69,7 @@ def test_a_dead_rank_is_named(ranks, size):
     with pytest.raises(RankFailure, match="died with exit code -9"):
         pool.run(die_on_rank_1)
     assert not pool.alive
-    assert not processes_of_pools(pool.mark)
+    assert not pool.processes()
 
 
 def test_ranks_that_cannot_start_are_reported(size):

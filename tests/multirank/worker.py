@@ -16,9 +16,18 @@ from datetime import timedelta
 from multiprocessing.connection import Client
 from typing import Any
 
+import torch
 
-def main(address: str) -> None:
-    """Serve the pool that listens at `address`."""
+
+def main(kind: str, rank: int, address: str, log: str, variables: dict[str, str]) -> None:
+    """Serve, as a rank of some kind, the pool that listens at `address`; write to a log what is printed."""
+    os.setsid()  # by which this process and all that it starts are found
+    os.environ.clear()
+    os.environ.update(variables)
+    with open(log, "wb") as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)  # as OMP_NUM_THREADS would have it if torch were imported here
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     link = Client(address, "AF_UNIX")
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -38,8 +47,7 @@ def main(address: str) -> None:
         except OSError:
             os._exit(0)
 
-    kind, rank = os.environ["SLACKRING_TEST_RANK"].split()
-    link.send_bytes(pickle.dumps(int(rank)))
+    link.send_bytes(pickle.dumps(rank))
     try:
         if kind == "torch":
             import torch.distributed as dist
@@ -64,7 +72,3 @@ def main(address: str) -> None:
             answer(True, result)
         except BaseException:
             answer(False, traceback.format_exc())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
