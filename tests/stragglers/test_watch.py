@@ -168,6 +168,13 @@ def test_other_ranks_begin_a_new_past():
     assert [(one.rank, one.past) for one in found] == [(2, None)]
 
 
+def test_longer_spans_take_longer_and_bear_more_noise():
+    seconds = exponential(np.random.default_rng(9), (4000, 4))
+    seconds[:, 1] *= 1.6
+    ((number, found),) = warnings_of(seconds, rounds=100)
+    assert number >= 400 and found.rank == 1 and found.rounds >= 400
+
+
 @pytest.mark.parametrize("row", [[math.nan] * 3, [0.0] * 3, [0.0, 0.0, 1.0], [math.nan, math.nan, 1.0], []])
 def test_rounds_that_tell_nothing_say_nothing(row):
     assert warnings_of([row] * 100) == []

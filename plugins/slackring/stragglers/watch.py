@@ -20,7 +20,7 @@ __all__ = ["StragglerWatch", "Straggling"]
 
 log = logging.getLogger("slackring")
 
-_LEVEL = 1e-9  # of one test of one rank
+_ODDS = 10**9  # against chance, in one test of one rank
 _SPANS = (1, 2, 4, 8, 16)  # how many times `rounds` a test looks back
 _TESTS = 6  # of a span, while it passes once
 _CLEARLY = 1.1  # times the time of half of the others is slower than they are
@@ -148,7 +148,7 @@ class StragglerWatch:
         row = self._seconds[self._end]
         row[:] = step_seconds
         counted = np.sort(row)  # NaN last
-        number = self._size - int(np.isnan(counted).sum())
+        number = np.count_nonzero(row == row)  # not NaN
         # Of an even number of others, the slower one of the two in the middle; who is as slow as that is not slower.
         half = counted[(number - 1) // 2] if number > 1 else math.inf
         np.greater(row, _CLEARLY * half, out=self._slower[self._end])
@@ -163,10 +163,11 @@ class StragglerWatch:
     def _test(self, span: int) -> list[Straggling]:
         seconds, slower = (rows[self._end - span : self._end] for rows in (self._seconds, self._slower))
         counted = span - np.isnan(seconds).sum(axis=0)
-        proved = slower.sum(axis=0) >= [_slower_at_least(count) for count in counted.tolist()]
-        # Over twice the span that proved it, since a pause of any rank is no recovery.
-        watched = [rank for rank, told in self._told.items() if span == min(2 * told.rounds, self._spans[-1])]
-        if not proved.any() and not watched:
+        enough = slower.sum(axis=0) >= [_slower_at_least(count) for count in counted.tolist()]
+        # Pauses are neither: to recover takes twice the span that proved the straggling, and to get worse not the shortest.
+        recovering = [rank for rank, told in self._told.items() if span == min(2 * told.rounds, self._spans[-1])]
+        proved = [rank for rank in np.flatnonzero(enough).tolist() if rank not in self._told or span > self._spans[0]]
+        if not proved and not recovering:
             return []
         known = counted >= span // 2
         ordered = np.sort(seconds.T, axis=1)  # NaN last
@@ -176,15 +177,14 @@ class StragglerWatch:
         if not 0 < medians[best] < math.inf:
             return []
         factors = medians / medians[best]
-        for rank in watched:
+        for rank in recovering:
             if factors[rank] < (1 + self._threshold) / 2:
                 del self._told[rank]
                 self._slower[: self._end, rank] = False  # so that longer spans do not name it for what is over
         said = []
-        for rank in np.flatnonzero(proved & known & (factors >= self._threshold)).tolist():
+        for rank in proved:
             told = self._told.get(rank)
-            # Nor is it a proof, in the shortest span, that a straggler got worse.
-            if told is None or (factors[rank] >= _WORSE * told.factor and span > self._spans[0]):
+            if known[rank] and factors[rank] >= (self._threshold if told is None else _WORSE * told.factor):
                 median = float(medians[rank])
                 found = Straggling(rank, median, span, best, float(factors[rank]), self._past(rank, span, median))
                 self._told[rank] = found
@@ -201,16 +201,16 @@ class StragglerWatch:
 
 @cache
 def _slower_at_least(rounds: int) -> int:
-    """In how many of some rounds a rank has to be slower, if heads and tails are to do it with at most the level's probability.
+    """In how many of some rounds a rank has to be slower, for the odds against chance to be high enough.
 
     Examples
     --------
     >>> [_slower_at_least(rounds) for rounds in (29, 30, 60, 480)]
     [30, 30, 53, 306]
     """
-    ways, most = 0, int(_LEVEL * 2**rounds)
-    slower = rounds + 1
-    while slower > 0 and ways + math.comb(rounds, slower - 1) <= most:
-        slower -= 1
-        ways += math.comb(rounds, slower)
+    slower, ways, all_ways = rounds + 1, 0, 2**rounds
+    more = 1  # ways to be slower in one round less
+    while _ODDS * (ways + more) <= all_ways:
+        slower, ways = slower - 1, ways + more
+        more = more * slower // (rounds - slower + 1)
     return slower
