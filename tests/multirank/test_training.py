@@ -11,6 +11,8 @@ from tests.multirank.scripts import batches, flat, make_model
 from torch import nn
 
 import slackring as sr
+from slackring.dask.board import Board
+from slackring.dask.telemetry import Telemetry
 from slackring.errors import AgreementError
 from slackring.optim.ambient import stop_wish
 from slackring.ring.ambient import ring as ambient
@@ -377,3 +379,39 @@ def test_a_thread_of_one_rank_stops_all_of_them_after_the_same_round(ranks, size
     answers = ranks(size).run(train_until_told, rule)
     assert answers == [answers[0]] * size
     assert answers[0][0]
+
+
+def train_with_a_slow_rank():
+    """Rank 1 sleeps ten times as long as the others in each step; what a watch on rank 0 and its telemetry say."""
+    rank, said, events = ambient().rank, [], []
+    with Telemetry(rank, events.append):
+        model = make_model()
+        optimizer = sr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "local_sgd:steps=1")
+        if rank == 0:
+            optimizer.on_landed(sr.stragglers.StragglerWatch(say=said.append))
+        for x, y in batches(rank, 130):
+            time.sleep(0.02 if rank == 1 else 0.002)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step(samples=len(x))
+            sr.report(loss=loss)
+        optimizer.join()
+    warnings = [event["text"] for event in events if event["kind"] == "warning"]
+    return said, warnings, events[-1]
+
+
+def test_a_rank_that_is_slow_is_named_and_the_others_wait(ranks, size):
+    answers = ranks(size).run(train_with_a_slow_rank)
+    (sentence,), warnings, _ = answers[0]
+    assert sentence.startswith("rank 1 takes ") and warnings == [sentence]
+    assert all(not said and not warnings for said, warnings, _ in answers[1:])
+    board = Board([f"worker{rank}" for rank in range(size)])
+    for rank, (_, _, last) in enumerate(answers):
+        assert (last["steps"], last["samples"]) == (130, 520.0)
+        board.take(rank, last)
+    board.end()
+    rows, _ = board.rows()
+    assert [row.waits_for for row in rows] == [None if rank == 1 else 1 for rank in range(size)]
+    assert rows[1].waiting + 0.3 < rows[0].waiting
+    assert all(0 < row.values["loss"] < 2 for row in rows)
