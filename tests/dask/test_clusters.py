@@ -20,6 +20,7 @@ import yaml
 from distributed import Client
 from distributed.cli import dask_worker
 from distributed.security import Security
+from tests.dask.conftest import until
 from tests.dask.sshd import ssh_server
 
 import slackring as sr
@@ -163,26 +164,39 @@ def test_certificates_of_the_file_are_used_and_needed(
             assert client.submit(sum, [3, 4]).result() == 7
 
 
-def test_workers_come_up_over_ssh(changed: Callable[..., Path], certificates: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.multirank
+def test_ranks_run_over_ssh(changed: Callable[..., Path], certificates: dict[str, str], tmp_path: Path) -> None:
+    def train() -> list[float]:
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        summed: list[float] = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum, name="x").tolist()
+        return summed
+
     before = _listening()
     with ssh_server(tmp_path) as options:
         path = changed("ssh.yaml", {"connect_options": options}, security=certificates)
-        with load_cluster(path, workers=1) as cluster, Client(cluster) as client:
+        with load_cluster(path, workers=2) as cluster, Client(cluster) as client:
             assert cluster.scheduler_address.startswith("tls://127.0.0.1:")
-            client.wait_for_workers(1, timeout=60)
+            with sr.DaskExecutor(client, num_workers=2, out=tmp_path / "runs") as executor:
+                assert executor.run(train) == [[3.0], [3.0]]
+                started = _listening() - before
             assert set(client.run(dask.config.get, "distributed.scheduler.worker-ttl").values()) == {None}
-            started = _listening() - before
-            # the scheduler, the worker, the address where each answers a browser, the nanny, and the server for ssh
-            assert len(started) == 6
-            assert {address for _, address, _ in started} == {"127.0.0.1"}
+    # the server for ssh, the scheduler, two nannies, two workers, three pages for a browser, and what the ranks need
+    assert len(started) >= 9
+    assert {address for _, address, _ in started} == {"127.0.0.1"}
     assert not _listening() - before
 
 
-def _group(process: psutil.Process) -> int | None:
-    try:
-        return os.getpgid(process.pid)
-    except ProcessLookupError:
-        return None
+def _running(group: int) -> list[int]:
+    """Give the processes of a job, without those that ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 @pytest.fixture
@@ -237,8 +251,7 @@ def test_slurm_jobs_start_workers_that_inherit_the_settings(slurm: Path, changed
         assert set(client.run(dask.config.get, "distributed.scheduler.worker-ttl").values()) == {None}
         assert len(list(slurm.glob("*.pid"))) == 1
     (job,) = (int(pid.read_text()) for pid in slurm.glob("*.pid"))
-    running = [each for each in psutil.process_iter(["status"]) if each.info["status"] != psutil.STATUS_ZOMBIE]
-    assert job not in map(_group, running)
+    until(lambda: not _running(job), "the job ends")
 
 
 def test_machine_without_slurm_is_told_so(changed: Callable[..., Path]) -> None:
