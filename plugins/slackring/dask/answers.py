@@ -8,7 +8,7 @@ from typing import Literal
 
 import cloudpickle
 
-__all__ = ["Answer", "culprit"]
+__all__ = ["Answer", "blamed", "culprit"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Answer:
     rank
         Whose it is.
     kind
-        "done"; or "raised" if the function raised, "died" if the rank's process has ended, "lost" if its worker has.
+        "done"; or "raised" if the function raised, "died" if the rank's process has ended, "lost" if its worker has, "silent" if
+        there was no answer when others had failed.
     content
         Pickled: what the function returned, or its exception; empty if there is none.
     sentence
@@ -32,7 +33,7 @@ class Answer:
     """
 
     rank: int
-    kind: Literal["done", "raised", "died", "lost"]
+    kind: Literal["done", "raised", "died", "lost", "silent"]
     content: bytes = b""
     sentence: str = ""
     details: str = ""
@@ -70,3 +71,24 @@ def culprit(answers: Sequence[Answer]) -> Answer | None:
     """
     failed = [answer for answer in answers if answer.kind != "done"]
     return next((answer for answer in failed if not answer.of_peers), failed[0] if failed else None)
+
+
+def blamed(guilty: Answer, silent: Sequence[int]) -> Answer:
+    """Blame a rank that did not answer, where the others failed because of a peer.
+
+    Parameters
+    ----------
+    guilty
+        What :func:`culprit` found.
+    silent
+        Ranks that have not answered.
+
+    Examples
+    --------
+    >>> blamed(Answer(0, "raised", sentence="raised HorovodInternalError: timed out", of_peers=True), [3]).sentence
+    'does not answer: it hangs, or its process was stopped; rank 0 raised HorovodInternalError: timed out'
+    """
+    if not guilty.of_peers or not silent:
+        return guilty
+    sentence = f"does not answer: it hangs, or its process was stopped; rank {guilty.rank} {guilty.sentence}"
+    return Answer(silent[0], "silent", sentence=sentence, details=guilty.details)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slackring.dask.answers import Answer, culprit
+from slackring.dask.answers import Answer, blamed, culprit
 from slackring.dask.code import Bundle
 from slackring.dask.facts import WorkerFacts, check_alike, look, read_answers
 from slackring.dask.placement import Place, place
@@ -29,6 +29,8 @@ log = logging.getLogger("slackring")
 _POLL = 5.0  # seconds that a question for events may stay open
 _LOOK = 1.0  # seconds between two looks at which workers there are
 _QUIET = 5.0  # seconds to wait for others' workers before saying so
+_PATIENCE = 3.0  # seconds in which the rank that is to blame may answer, after those that suffer from it
+_SOON = 0.2  # seconds in which others may have failed, too, and earlier
 _FAREWELL = 5.0  # seconds that ranks get to end by themselves
 
 Sink = Callable[[int, Event], None]
@@ -244,8 +246,9 @@ class Pool:
             raise
         guilty = culprit(came)
         if guilty is not None:
+            silent = [member.place.rank for member, answer in zip(members, answers, strict=True) if not answer.done()]
             await self.close(kill=True)
-            raise self._error(guilty) from guilty.exception()
+            raise self._error(blamed(guilty, silent)) from guilty.exception()
         return [answer.result().content for answer in answers]
 
     async def _answers(self, pending: Sequence[asyncio.Future[Answer]]) -> list[Answer]:
@@ -261,9 +264,8 @@ class Pool:
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             came += [answer.result() for answer in done]
             if deadline is None and culprit(came) is not None:
-                # The rank that is to blame may tell it after those that suffer from it.
-                patience = 1.0 if all(answer.of_peers for answer in came if answer.kind != "done") else 0.2
-                deadline = loop.time() + min(patience, self._settings.timeout_s)
+                patience = _PATIENCE if all(answer.of_peers for answer in came if answer.kind != "done") else _SOON
+                deadline = loop.time() + min(patience, self._settings.timeout_s / 2)
         return came
 
     async def wish_to_stop(self) -> None:
