@@ -353,7 +353,8 @@ def test_what_cannot_be_resumed_says_why(tmp_path, monkeypatch, capsys):
 
 
 def test_a_signal_before_there_is_a_result_leaves_nothing(tmp_path):
-    command = [sys.executable, "-m", "slackring", "compare", "--virtual", "--seconds", "100", "--out", str(tmp_path)]
+    options = ["--virtual", "--task", "digits", "--seconds", "100", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "slackring", "compare", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         _wait_for_training(process)
         process.send_signal(signal.SIGINT)

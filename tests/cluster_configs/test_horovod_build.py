@@ -335,9 +335,10 @@ def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; nothing may be installed from it."""
+    """An empty cache; nothing may be installed from it, and torch's headers are not compiled to find their standard."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(builder, "install", lambda wheel, gpu: pytest.fail("must not install"))
+    monkeypatch.setattr(builder, "cxx_standard", lambda torch, command: 17)
     return tmp_path / "cache" / "slackring" / "horovod"
 
 
