@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slackring.errors import RuleError, SpecError
-from slackring.rules import Rule, rules
-from slackring.rules.text import split_rules
+from slackring.rules import Rule
+from slackring.rules.text import rules_for, split_rules
 from slackring.server import POLICIES, Policy
 from slackring.spec import parse
 
@@ -24,7 +24,7 @@ def parse_choice(text: str) -> Rule | Policy:
     >>> parse_choice("bsp"), parse_choice("server/bsp")
     (BSP(accumulate=1), BSP())
     """
-    known: dict[str, type[Rule] | type[Policy]] = {**rules(), **POLICIES}
+    known: dict[str, type[Rule] | type[Policy]] = {**rules_for(text), **POLICIES}
     return parse(text, known, kind="rule", error=RuleError)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import pandas as pd
@@ -364,9 +364,10 @@ class _Session:
     def _result(self, interrupted: bool, *, over: bool) -> Run | None:
         """The run as far as it has come, on rank 0; collective."""
         files = () if self.checkpoints is None else tuple(self.ring.gather(self._state(), "slackring.lab.checkpoint"))
-        steps, rounds = self._tables()
-        if self.ring.rank != 0:
+        tables = self._tables()
+        if tables is None:
             return None
+        steps, rounds = tables
         if over:
             self._evaluate()
         curve = to_table(self.curve, CurvePoint._fields)
@@ -391,16 +392,19 @@ class _Session:
         )
         return bool(signals), diverged
 
-    def _tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def _tables(self) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+        """The steps and rounds of all ranks, on rank 0; collective."""
         steps = to_table(self.recorder.steps, StepRecord._fields)
         steps["loss"] = self.losses[: len(steps)]
         rounds = to_table(self.recorder.rounds, RoundRecord._fields)
         # Each rank counts from its own start, right after a barrier, so that clocks of several hosts need not agree.
         steps[["start", "end"]] -= self.began
         rounds[["launched", "landed"]] -= self.began
-        gather: Callable[[bytes, str], list[bytes]] = self.ring.gather
-        steps = from_bytes(gather(to_bytes(steps), "slackring.lab.steps"))
-        rounds = from_bytes(gather(to_bytes(rounds), "slackring.lab.rounds"))
+        all_steps = self.ring.gather(to_bytes(steps), "slackring.lab.steps")
+        all_rounds = self.ring.gather(to_bytes(rounds), "slackring.lab.rounds")
+        if self.ring.rank != 0:
+            return None
+        steps, rounds = from_bytes(all_steps), from_bytes(all_rounds)
         if self.earlier is None:
             return steps, rounds
         return _after(self.earlier.steps, steps, "step"), _after(self.earlier.rounds, rounds, "round")

@@ -11,7 +11,7 @@ from slackring.rules.elastic import ElasticBSP
 from slackring.rules.named import BSP, LOSP, OSP, CoCoD, LocalSGD, Relaxed
 from slackring.spec import parse
 
-__all__ = ["parse_rule", "parse_rules", "rules", "split_rules"]
+__all__ = ["parse_rule", "parse_rules", "rules", "rules_for", "split_rules"]
 
 _GROUP = "slackring.rules"
 _BUILT_IN: dict[str, type[Rule]] = {
@@ -25,6 +25,11 @@ def rules() -> dict[str, type[Rule]]:
     for point in entry_points(group=_GROUP):
         found.setdefault(point.name, point.load())
     return found
+
+
+def rules_for(text: str) -> dict[str, type[Rule]]:
+    """The rules to find a text's name among; entry points are read from disk, so only if it is not known without them."""
+    return _BUILT_IN if text.partition(":")[0].strip() in _BUILT_IN else rules()
 
 
 def parse_rule(text: str | Rule) -> Rule:
@@ -42,9 +47,7 @@ def parse_rule(text: str | Rule) -> Rule:
     """
     if isinstance(text, Rule):
         return text
-    name = text.partition(":")[0].strip()
-    # Entry points are read from disk, so only for a name that is not known without them.
-    return parse(text, _BUILT_IN if name in _BUILT_IN else rules(), kind="rule", error=RuleError)
+    return parse(text, rules_for(text), kind="rule", error=RuleError)
 
 
 def parse_rules(text: str) -> list[Rule]:
