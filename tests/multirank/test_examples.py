@@ -18,12 +18,12 @@ EXAMPLES = ROOT / "examples"
 @pytest.mark.parametrize(
     ("start", "ranks", "name"),
     [
-        (horovodrun, 2, "horovod_digits.py"),
-        (horovodrun, 2, "slackring_digits.py"),
-        (torchrun, 2, "ddp_digits.py"),
-        (torchrun, 2, "slackring_ddp_digits.py"),
+        # The scripts before migration have nothing of this package: one rank shows that they learn.
+        (alone, 1, "horovod_digits.py"),
+        (torchrun, 1, "ddp_digits.py"),
         (alone, 1, "amp_digits.py"),
-        (alone, 1, "slackring_amp_digits.py"),
+        (horovodrun, 2, "slackring_digits.py"),
+        (torchrun, 2, "slackring_ddp_digits.py"),
         (horovodrun, 2, "slackring_amp_digits.py"),
     ],
 )

@@ -89,9 +89,8 @@ def killed_and_resumed(ranks, rule, out):
     return found, expected
 
 
-@pytest.mark.parametrize("rule", ["local_sgd:steps=3", "cocod:steps=3"])
-def test_a_killed_run_ends_with_the_bits_of_the_undisturbed_one(ranks, tmp_path, rule):
-    found, expected = killed_and_resumed(ranks, rule, tmp_path)
+def test_a_killed_run_ends_with_the_bits_of_the_undisturbed_one(ranks, tmp_path):
+    found, expected = killed_and_resumed(ranks, "cocod:steps=3", tmp_path)  # with a round in flight
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
