@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import queue
@@ -27,6 +28,7 @@ def main(kind: str, rank: int, address: str, log: str, variables: dict[str, str]
     with open(log, "wb") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked itself
     torch.set_num_threads(1)  # as OMP_NUM_THREADS would have it if torch were imported here
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     link = Client(address, "AF_UNIX")
