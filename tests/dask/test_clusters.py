@@ -24,6 +24,7 @@ from tests.dask.conftest import until
 from tests.dask.sshd import ssh_server
 
 import slackring as sr
+from slackring.dask import clusters
 from slackring.dask.cluster_files import tls_settings
 from slackring.dask.clusters import RunningCluster, load_cluster
 from slackring.errors import PoolError, SpecError
@@ -53,6 +54,23 @@ def others() -> set[tuple[int, str, int]]:
 def local(others: set[tuple[int, str, int]]) -> Iterator[Client]:
     with load_cluster(CONFIGS / "local.yaml") as cluster, Client(cluster) as client:
         yield client
+
+
+def test_without_a_file_the_cluster_is_that_of_local_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(clusters, "_start", lambda document, path, workers: started.append((document, workers)))
+    load_cluster(workers=3)
+    document = yaml.safe_load((CONFIGS / "local.yaml").read_text())
+    assert started == [({key: value for key, value in document.items() if key != "version"}, 3)]
+
+
+def test_ctrl_c_at_the_terminal_leaves_local_workers_alone(local: Client) -> None:
+    for pid in local.run(os.getpid).values():
+        os.kill(pid, signal.SIGINT)
+    assert local.submit(sum, [1, 2]).result(timeout=20) == 3
+    assert local.run(signal.getsignal, signal.SIGINT) == dict.fromkeys(
+        local.scheduler_info()["workers"], signal.SIG_IGN
+    )
 
 
 def test_local_cluster_has_the_workers_of_the_file(local: Client) -> None:

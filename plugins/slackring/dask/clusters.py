@@ -28,6 +28,25 @@ __all__ = ["RunningCluster", "load_cluster"]
 
 _CONNECT_SECONDS = 10.0
 
+# What cluster_configs/local.yaml has, for those who have no clone of the repository.
+_LOCAL: Mapping[str, Any] = {
+    "module": "distributed",
+    "class": "LocalCluster",
+    "kwargs": {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "host": "127.0.0.1",
+        "memory_limit": 0,
+        "dashboard_address": "127.0.0.1:0",
+        "worker_dashboard_address": "127.0.0.1:0",
+    },
+    "dask_config": {
+        "distributed.scheduler.allowed-failures": 0,
+        "distributed.scheduler.work-stealing": False,
+        "distributed.scheduler.worker-ttl": None,
+    },
+}
+
 
 class RunningCluster:
     """A Dask cluster that somebody else started; closing it leaves it running.
@@ -70,14 +89,15 @@ class RunningCluster:
         return self
 
 
-def load_cluster(cluster: str | Path, workers: int | None = None) -> Cluster | RunningCluster:
+def load_cluster(cluster: str | Path = "", workers: int | None = None) -> Cluster | RunningCluster:
     """Start the Dask cluster that a file describes, or find the one at an address.
 
     Parameters
     ----------
     cluster
         A YAML file: one like those in ``cluster_configs/``, or a Kubernetes manifest of kind ``DaskCluster``. Or the address of
-        a scheduler, ``tcp://...`` or ``tls://...``; the latter's certificates are those of Dask's own settings.
+        a scheduler, ``tcp://...`` or ``tls://...``; the latter's certificates are those of Dask's own settings. Empty: workers on
+        this machine, as ``cluster_configs/local.yaml`` has them.
     workers
         How many workers to start, instead of the number in the file.
 
@@ -104,10 +124,13 @@ def load_cluster(cluster: str | Path, workers: int | None = None) -> Cluster | R
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A worker's process imports the script that started it, and would now start a cluster of its own.
         raise SystemExit(
-            f'slackring: {cluster} is loaded when the script is imported: put the call below `if __name__ == "__main__":`.'
+            f"slackring: {cluster or 'a cluster'} is loaded when the script is imported: put the call below "
+            '`if __name__ == "__main__":`.'
         )
     if workers is not None and workers < 1:
-        raise SpecError(f"{cluster}: {workers} workers were asked for, and at least 1 is needed.")
+        raise SpecError(f"{cluster or 'this machine'}: {workers} workers were asked for, and at least 1 is needed.")
+    if not str(cluster):
+        return _start(_LOCAL, Path("this machine"), workers)
     if "://" in str(cluster):
         return _find(str(cluster), workers)
     path = Path(cluster)
@@ -151,6 +174,9 @@ def _start(document: Mapping[str, Any], path: Path, workers: int | None) -> Clus
     tls = tls_settings(document.get("security", {}), path)
     if hasattr(target, "job_cls"):
         kwargs |= _for_jobs(target, kwargs, config, where)
+    if issubclass(target, distributed.LocalCluster):
+        given = kwargs.get("preload", ())
+        kwargs["preload"] = [*([given] if isinstance(given, str) else given), "slackring.dask.preload"]
     own = own_arguments(target)
     if workers is not None and "n_workers" in own:
         kwargs["n_workers"] = workers
