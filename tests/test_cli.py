@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from slackring import cli
 
-COMMANDS = ["doctor", "train", "compare", "fuzz", "show", "plan", "demo", "notebooks list", "notebooks run"]
+COMMANDS = ["doctor", "train", "run", "compare", "fuzz", "show", "plan", "demo", "notebooks list", "notebooks run"]
 VIRTUAL = [
     "--virtual",
     "--task",
@@ -44,7 +44,8 @@ def test_help_answers_at_once():
     program = (
         "import sys, time\nsys.argv = ['slackring', '--help']\nfrom slackring.cli import main\n"
         "try:\n    main()\nfinally:\n"
-        "    print(sorted({'torch', 'numpy', 'pandas', 'horovod', 'rich', 'matplotlib'} & set(sys.modules)), file=sys.stderr)\n"
+        "    heavy = {'torch', 'numpy', 'pandas', 'horovod', 'rich', 'matplotlib', 'distributed'}\n"
+        "    print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
         "    print(time.process_time(), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -164,6 +165,15 @@ BAD = {
     "policy": (["train", "--virtual", "--rule", "server/aps"], "did you mean 'server/asp'"),
     "no rule": (["train"], "Missing option '--rule'"),
     "too few ranks": (["train", *BSP, "--workers", "4"], "horovodrun --gloo -np 4 slackring train"),
+    "cluster file": (["run", *BSP, "--cluster", "nowhere.yaml"], "there is no cluster file nowhere.yaml"),
+    "cluster's class": (["run", *BSP, "--cluster", __file__], "this is no YAML"),
+    "cluster's address": (
+        ["run", *BSP, "--cluster", "tcp://127.0.0.1:1"],
+        "no Dask scheduler answers at tcp://127.0.0.1:1",
+    ),
+    "cluster to compare on": (["compare", "--cluster", "nowhere.yaml"], "there is no cluster file nowhere.yaml"),
+    "virtual cluster": (["compare", "--cluster", "a.yaml", "--virtual"], "virtual ranks need no cluster"),
+    "task on a cluster": (["run", *BSP, "--task", "digitz"], "did you mean 'digits'"),
     "command": (["trian"], "train"),
     "option": (["train", "--ruel", "bsp"], "--rule"),
     "folder": (["show", "no-such-folder"], "'no-such-folder' is not the folder of a finished run"),
@@ -238,7 +248,7 @@ def test_a_rank_other_than_0_leaves_the_telling_to_it(monkeypatch, capsys):
     assert (code, out, err) == (2, "", "")
 
 
-@pytest.mark.parametrize("command", [["train", *BSP, "--virtual"], ["compare"]])
+@pytest.mark.parametrize("command", [["train", *BSP, "--virtual"], ["run", *BSP], ["compare"]])
 def test_what_starts_its_own_ranks_is_not_launched_by_horovodrun(command, monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     monkeypatch.setenv("HOROVOD_RANK", "0")
@@ -255,6 +265,17 @@ def test_a_comparison_without_horovod_says_so_before_it_tunes(monkeypatch, capsy
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "cluster_configs/horovod/build.py" in err
     assert "--virtual" in err
+
+
+def test_a_cluster_without_its_packages_says_how_to_get_them(tmp_path):
+    program = (
+        "import sys\nsys.modules['cloudpickle'] = None\nsys.argv = ['slackring', 'run', '--rule', 'bsp']\n"
+        "from slackring.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "'cloudpickle': pip install 'slackring[dask]'." in done.stderr
 
 
 TASK = """

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from slackring.errors import OutputError, RingError, SlackringError, SpecError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from slackring.lab.checkpoint import Earlier
+    from slackring.lab.checkpoint import Earlier, RunFolder
     from slackring.lab.config import TrainConfig
     from slackring.lab.runs import Run
     from slackring.lab.supersteps import Times
@@ -46,12 +46,14 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     return read
 
 
-def _shared(command: F) -> F:
-    """Add the options that all commands which train share."""
+def _added(options: Sequence[Callable[[F], F]], command: F) -> F:
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def _training(command: F) -> F:
+    """Add the options of all commands that train."""
     options = [
         click.option("--task", default="mnist5k", show_default=True, help="mnist5k, digits, or package.module:function."),
-        click.option("--workers", type=int, help=f"Number of ranks, unless a launcher starts them ({_WORKERS})."),
-        click.option("--virtual", is_flag=True, help="Virtual ranks under a virtual clock: no Horovod, no waiting."),
         click.option("--straggler", default="none", show_default=True, help="Who is slow, e.g. persistent:ranks=3,factor=4."),
         click.option("--network", default="none", show_default=True, help="What a round costs, e.g. latency=0.01,bandwidth=1e9."),
         click.option("--compression", default="none", show_default=True, help="How contributions travel: none or fp16."),
@@ -65,7 +67,25 @@ def _shared(command: F) -> F:
         click.option("--out", type=click.Path(path_type=Path), default="runs", show_default=True, help="Where results go."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
     ]  # fmt: skip
-    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+    return _added(options, command)
+
+
+def _ranks(command: F) -> F:
+    """Add the options that say how many ranks there are, and of which kind."""
+    options = [
+        click.option("--workers", type=int, help=f"Number of ranks, unless a launcher starts them ({_WORKERS})."),
+        click.option("--virtual", is_flag=True, help="Virtual ranks under a virtual clock: no Horovod, no waiting."),
+    ]
+    return _added(options, command)
+
+
+def _one_run(command: F) -> F:
+    """Add the options of commands that train one run, the rule aside."""
+    options = [
+        click.option("--lr", type=float, help="Of SGD. Default: 0.2, times the ranks for rules that send gradients (bsp)."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler."),
+    ]  # fmt: skip
+    return _added(options, command)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -106,12 +126,7 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5; --virtual: also server/asp."
 )
-@click.option(
-    "--lr",
-    type=float,
-    help="Of SGD. Default: 0.2, times the ranks for rules that send gradients (bsp).",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler.")
+@_one_run
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
@@ -121,7 +136,8 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--checkpoint-every", type=float, help="Seconds between checkpoints on the way; there is one at the end anyway."
 )
-@_shared
+@_ranks
+@_training
 def train(
     rule: str | None,
     lr: float | None,
@@ -157,8 +173,7 @@ def train(
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.progress import ProgressBar
-    from slackring.lab.report import print_run
-    from slackring.lab.runs import check_writable, new_name
+    from slackring.lab.runs import check_writable
     from slackring.lab.train import inject, train_virtual
     from slackring.lab.train import train as train_rank
 
@@ -187,7 +202,7 @@ def train(
             )
         if ring.rank == 0:
             check_writable(out)
-        folder = RunFolder(out, new_name(config.parsed_rule().name.replace("/", "-"), f"seed{config.seed}"))
+        folder = RunFolder(out, _new_run(config))
         return config, folder, Checkpoints(checkpoint_every, folder.keep)
 
     with Interrupt() as interrupt:
@@ -218,19 +233,61 @@ def train(
                 )
             )
         if run is not None:
-            unwritten: OutputError | None = None
-            try:
-                folder.finish(run)
-            except OutputError as exc:
-                unwritten = exc  # but what was measured can still be shown
-            if as_json:
-                click.echo(json.dumps(_run_as_json(run, folder.path), indent=1))
-            else:
-                print_run(run, str(folder.path), _console())
-            if unwritten is not None:
-                raise unwritten
+            _finish(run, folder, as_json)
     if interrupt.signal == signal.SIGINT:
         sys.exit(128 + signal.SIGINT)  # other signals are a scheduler's, to which this run ended well
+
+
+@cli.command()
+@click.option("--rule", required=True, help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
+@_one_run
+@click.option(
+    "--cluster", default="", metavar="FILE|ADDRESS", help="Dask cluster: a file, or tcp://HOST:PORT; else this machine."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help=f"Number of ranks; else the file's, all workers at the address, or {_WORKERS}.",
+)
+@_training
+def run(
+    rule: str, lr: float | None, cluster: str, workers: int | None, out: Path, as_json: bool, **values: Any
+) -> None:
+    """Train one model under one rule on a Dask cluster, which starts one rank a worker.
+
+    The cluster is one that a YAML file describes (see cluster_configs/), which is started and ended with the run, or one that
+    runs already, at its scheduler's address. Ctrl-C ends the run on all ranks after the same round, with all results; again, at
+    once. The run's folder is as of `slackring train`, which can --resume it, with the logs of the ranks in ranks/.
+
+    \b
+    Examples:
+      slackring run --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
+      slackring run --cluster cluster_configs/ssh.yaml --rule losp --task my_package.tasks:cats
+      slackring run --cluster tcp://10.0.0.1:8786 --rule bsp --seconds 60 --json
+    """
+    from rich.console import Console
+
+    from slackring.lab.checkpoint import RunFolder
+    from slackring.lab.config import TrainConfig
+    from slackring.lab.interrupt import Interrupt
+    from slackring.lab.on_dask import check_cluster, dask_ranks, keep_logs, train_on_dask
+    from slackring.lab.runs import check_writable
+    from slackring.ring.ambient import launcher
+
+    config = TrainConfig(rule=rule, lr=lr, **_filled(values, virtual=False))
+    if launcher() is not None:
+        raise SpecError(f"run starts its own ranks; run it without {launcher()}, with --workers.")
+    check_cluster(cluster)
+    check_writable(out)
+    folder = RunFolder(out, _new_run(config))
+    console = None if as_json else Console(stderr=True)
+    ranks = workers or (None if cluster else _WORKERS)
+    with dask_ranks(cluster, ranks, [config.task], out) as executor, Interrupt() as interrupt:
+        trained, logs = train_on_dask(executor, config, interrupt, checkpoint=True, console=console)
+        _finish(trained, folder, as_json)
+        keep_logs(logs, folder.path)
+    if interrupt.signal == signal.SIGINT:
+        sys.exit(128 + signal.SIGINT)
 
 
 @cli.command()
@@ -243,11 +300,16 @@ def train(
     help="Rates to tune on.",
 )
 @click.option("--seeds", callback=_numbers(int), default="0", show_default=True, help="Seeds of the runs that count.")
-@_shared
+@click.option(
+    "--cluster", default="", metavar="FILE|ADDRESS", help="Run on this Dask cluster, not by horovodrun on this machine."
+)
+@_ranks
+@_training
 def compare(
     rules: str,
     lr_grid: tuple[float, ...],
     seeds: tuple[int, ...],
+    cluster: str,
     out: Path,
     as_json: bool,
     virtual: bool,
@@ -264,6 +326,7 @@ def compare(
       slackring compare --rules bsp,local_sgd,osp,losp --workers 4 --straggler persistent:ranks=3,factor=4 --step-time 0.1
       slackring compare --rules bsp,losp:compensation=auto --seeds 0,1,2 --virtual --json
       slackring compare --rules bsp,losp,server/asp,server/dssp:lower=3,upper=15 --virtual
+      slackring compare --rules bsp,losp --workers 8 --cluster cluster_configs/slurm.yaml
     """
     from rich.console import Console
 
@@ -272,6 +335,7 @@ def compare(
     from slackring.lab.compare import compare as compare_rules
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
+    from slackring.lab.launch import launcher as launch_on
     from slackring.lab.report import print_comparison
     from slackring.ring.ambient import launcher
 
@@ -281,9 +345,12 @@ def compare(
     config = CompareConfig(base, texts, _WORKERS if workers is None else workers, lr_grid, seeds, virtual=virtual)
     if launcher() is not None:
         raise SpecError(f"compare starts its own ranks; run it without {launcher()}, with --workers.")
+    if virtual and cluster:
+        raise SpecError("virtual ranks need no cluster: leave --virtual or --cluster out.")
+    launch = launch_on("dask", cluster) if cluster else launch_on("horovod")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with Interrupt() as interrupt:
-        comparison = compare_rules(config, out, interrupt=interrupt, say=errors.print)
+        comparison = compare_rules(config, out, launch=launch, interrupt=interrupt, say=errors.print)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=1))
     else:
@@ -434,7 +501,7 @@ def notebooks() -> None:
     \b
     Examples:
       slackring notebooks list
-      slackring notebooks run losp -p size=laptop -p virtual=true --out runs/losp
+      slackring notebooks run losp -p size=laptop -p backend=virtual --out runs/losp
     """
 
 
@@ -500,7 +567,7 @@ def run_notebooks(
     \b
     Examples:
       slackring notebooks run losp -p size=laptop --out runs/losp
-      slackring notebooks run elastic_bsp anytime_minibatch losp -p size=smoke -p virtual=true --jobs 2
+      slackring notebooks run elastic_bsp anytime_minibatch losp -p size=smoke -p backend=virtual --jobs 2
     """
     from slackring.lab import notebooks as lab
 
@@ -549,6 +616,30 @@ def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:
     if values["seconds"] is None and values["samples"] is None and values["rounds"] is None:
         values["seconds"] = _LIMIT
     return values
+
+
+def _new_run(config: TrainConfig) -> str:
+    """Make up the name of a run's folder."""
+    from slackring.lab.runs import new_name
+
+    return new_name(config.parsed_rule().name.replace("/", "-"), f"seed{config.seed}")
+
+
+def _finish(run: Run, folder: RunFolder, as_json: bool) -> None:
+    """Write a run, and say what came out also where it cannot be written."""
+    from slackring.lab.report import print_run
+
+    unwritten: OutputError | None = None
+    try:
+        folder.finish(run)
+    except OutputError as exc:
+        unwritten = exc
+    if as_json:
+        click.echo(json.dumps(_run_as_json(run, folder.path), indent=1))
+    else:
+        print_run(run, str(folder.path), _console())
+    if unwritten is not None:
+        raise unwritten
 
 
 def _run_as_json(run: Run, folder: Path) -> dict[str, Any]:

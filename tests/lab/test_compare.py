@@ -12,6 +12,7 @@ from rich.console import Console
 
 from slackring.errors import DataError, DivergedError, OutputError, SpecError
 from slackring.lab import compare as compare_module
+from slackring.lab import launch
 from slackring.lab.compare import CompareConfig, Comparison, compare, load_comparison, tune
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
@@ -132,7 +133,8 @@ def test_a_rate_that_diverges_is_passed_over(monkeypatch, tmp_path):
             raise DivergedError("the loss was not finite.")
         return real(config, size, **kwargs)
 
-    monkeypatch.setattr(compare_module, "train_virtual", train_virtual)
+    for module in (compare_module, launch):
+        monkeypatch.setattr(module, "train_virtual", train_virtual)
     tuned = tune(CONFIG, "losp")
     assert (tuned.lr, tuned.tried[0.2]) == (0.05, (None, None))
     # And a run that counts and diverges is a row without figures.
@@ -210,8 +212,8 @@ def test_an_interrupt_keeps_the_runs_that_were_made(tmp_path, monkeypatch):
         interrupt.signal = signal.SIGINT
         return real(run, folder, name)
 
-    real = compare_module.save_run
-    monkeypatch.setattr(compare_module, "save_run", save)
+    real = launch.save_run
+    monkeypatch.setattr(launch, "save_run", save)
     found = compare(dataclasses.replace(CONFIG, lr_grid=(0.1,)), tmp_path, interrupt=interrupt, say=silent)
     assert (len(found.rows), found.interrupted) == (1, True)
     assert "Interrupted" in _printed(found)

@@ -1,22 +1,25 @@
-"""What every rank of a comparison runs: ``python -m slackring.lab._ranks ORDERS.json``; see :mod:`slackring.lab.launch`."""
+"""What ranks run: :mod:`slackring.lab.launch` starts this as a program, :mod:`slackring.lab.on_dask` a function of it."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 from slackring.errors import DivergedError, SlackringError
+from slackring.lab.checkpoint import Checkpoints
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import EVENT, run_name
-from slackring.lab.runs import save_run
+from slackring.lab.runs import Run, save_run
 from slackring.lab.train import inject, train
+from slackring.optim.ambient import stop_wish
 from slackring.ring.horovod import HorovodRing, import_horovod
 
 
 def main(orders_file: str) -> int:
-    """Train the ordered runs, one after another; return the exit code."""
+    """Train the runs that a file orders, one after another; return the exit code."""
     orders = json.loads(Path(orders_file).read_text())
     folder = Path(orders["folder"])
     hvd = import_horovod()
@@ -42,6 +45,38 @@ def main(orders_file: str) -> int:
 
 def _tell(event: dict[str, str | None]) -> None:
     print(EVENT + json.dumps(event), flush=True)
+
+
+class _Wish(Interrupt):
+    """Takes the wish to stop of whoever runs this rank for Ctrl-C."""
+
+    @property
+    def signal(self) -> int | None:
+        return signal.SIGINT if stop_wish.is_set() else self._others
+
+    @signal.setter
+    def signal(self, number: int | None) -> None:
+        self._others = number
+
+
+def train_on_rank(config: TrainConfig, checkpoint: bool) -> Run | None:
+    """Train on this rank of a pool.
+
+    Parameters
+    ----------
+    config
+        The run.
+    checkpoint
+        Whether it ends with a checkpoint.
+
+    Returns
+    -------
+    Run or None
+        As of :func:`slackring.lab.train.train`.
+    """
+    import_horovod().init()
+    ring = inject(HorovodRing(), config)
+    return train(config, ring=ring, interrupt=_Wish(), checkpoints=Checkpoints() if checkpoint else None)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,8 +16,8 @@ from slackring.errors import DataError, DivergedError, OutputError, SpecError
 from slackring.lab.choices import parse_choice, refuse_off_virtual
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
-from slackring.lab.launch import require_horovod, run_name, run_on_horovod
-from slackring.lab.runs import Run, load_run, new_folder, new_name, save_run, whole, write_json, writing
+from slackring.lab.launch import Launch, require_horovod, run_name, run_on_horovod, run_virtual
+from slackring.lab.runs import Run, load_run, new_folder, new_name, whole, write_json, writing
 from slackring.lab.summary import accuracy_at
 from slackring.lab.train import train_virtual
 
@@ -295,6 +295,7 @@ def compare(
     out: Path,
     *,
     name: str | None = None,
+    launch: Launch = run_on_horovod,
     interrupt: Interrupt | None = None,
     say: Say = print,
 ) -> Comparison:
@@ -308,6 +309,8 @@ def compare(
         Parent of the folder.
     name
         Name of the folder; made up if None.
+    launch
+        Trains the runs that count, unless they are virtual; see :func:`slackring.lab.launch.launcher`.
     interrupt
         Ends it early: what was run until then is kept.
     say
@@ -330,7 +333,8 @@ def compare(
     """
     interrupt = interrupt or Interrupt()
     name = name or new_name("compare")
-    if not config.virtual:
+    launch = run_virtual if config.virtual else launch
+    if launch is run_on_horovod:
         require_horovod()
     with new_folder(out, name) as folder:
         tuned = []
@@ -344,11 +348,10 @@ def compare(
             for seed in config.seeds
             for one in tuned
         ]
-        runner = _run_virtual if config.virtual else run_on_horovod
         outcomes: list[Path | None] = []
         failure: OutputError | None = None
         try:
-            for job, outcome in zip(jobs, runner(jobs, config.workers, folder, interrupt), strict=False):
+            for job, outcome in zip(jobs, launch(jobs, config.workers, folder, interrupt), strict=False):
                 outcomes.append(outcome)
                 say(_run_line(job, outcome))
         except OutputError as exc:
@@ -389,20 +392,6 @@ def load_comparison(folder: Path) -> Comparison:
         for row in comparison.rows
     )
     return dataclasses.replace(comparison, folder=folder, rows=rows)
-
-
-def _run_virtual(
-    jobs: Sequence[TrainConfig], workers: int, folder: Path, interrupt: Interrupt
-) -> Iterator[Path | None]:
-    for job in jobs:
-        if interrupt.signal is not None:
-            return
-        try:
-            run = train_virtual(job, workers, interrupt=interrupt)
-        except DivergedError:
-            yield None
-            continue
-        yield save_run(run, folder, run_name(job))
 
 
 def _collect(

@@ -1,7 +1,8 @@
-"""Starts Horovod ranks on this machine and has them train one run after another."""
+"""Where the runs of a comparison are trained: on ranks of this machine, on those of a Dask cluster, or on virtual ranks."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -10,20 +11,29 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 from slackring import errors
-from slackring.errors import HorovodMissingError, RingError, SlackringError
+from slackring.errors import DivergedError, HorovodMissingError, RingError, SlackringError, SpecError
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
+from slackring.lab.runs import save_run
+from slackring.lab.train import train_virtual
+from slackring.spec import nearest
 
-__all__ = ["EVENT", "require_horovod", "run_name", "run_on_horovod"]
+__all__ = ["BACKENDS", "EVENT", "Launch", "launcher", "require_horovod", "run_name", "run_on_horovod", "run_virtual"]
 
 EVENT = "@slackring "
 """What a line begins with by which rank 0 tells the launcher something; JSON follows."""
+
+BACKENDS = ("dask", "horovod", "virtual")
+"""What :func:`launcher` knows."""
+
+Launch = Callable[[Sequence[TrainConfig], int, Path, Interrupt], Iterator[Path | None]]
+"""Trains runs on so many ranks; see :func:`run_on_horovod`."""
 
 _KEPT_LINES = 30
 _PATIENCE = 20.0  # seconds that ranks get to write their results after an interrupt
@@ -39,6 +49,42 @@ def run_name(job: TrainConfig) -> str:
     """
     words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in job.rule.replace("=", "_"))
     return "-".join((*words.split(), f"seed{job.seed}"))
+
+
+def launcher(backend: str, cluster: str = "") -> Launch:
+    """Choose where the runs of a comparison are trained.
+
+    Parameters
+    ----------
+    backend
+        ``"dask"``; ``"horovod"`` for ``horovodrun`` on this machine; or ``"virtual"``.
+    cluster
+        For Dask, as of :func:`slackring.lab.on_dask.dask_ranks`.
+
+    Raises
+    ------
+    SpecError
+        If there is no such backend, or the cluster's file is wrong.
+    PoolError
+        If nobody answers at the cluster's address.
+
+    Examples
+    --------
+    >>> launcher("virtual").__name__
+    'run_virtual'
+    """
+    if backend not in BACKENDS:
+        raise SpecError(f"there is no backend {backend!r}; {nearest(backend, BACKENDS)}.")
+    if backend != "dask":
+        if cluster:
+            raise SpecError(
+                f"backend {backend!r} has no use for the cluster {cluster!r}; leave it out, or take 'dask'."
+            )
+        return run_virtual if backend == "virtual" else run_on_horovod
+    from slackring.lab.on_dask import check_cluster, run_on_dask
+
+    check_cluster(cluster)
+    return functools.partial(run_on_dask, cluster=cluster)
 
 
 def require_horovod() -> None:
@@ -87,6 +133,19 @@ def run_on_horovod(
         orders.write_text(json.dumps({"folder": str(folder.resolve()), "jobs": [job.to_json() for job in jobs]}))
         with _Ranks(workers, orders) as ranks:
             yield from ranks.outcomes(len(jobs), interrupt)
+
+
+def run_virtual(jobs: Sequence[TrainConfig], workers: int, folder: Path, interrupt: Interrupt) -> Iterator[Path | None]:
+    """Train one run after another on virtual ranks; as :func:`run_on_horovod`."""
+    for job in jobs:
+        if interrupt.signal is not None:
+            return
+        try:
+            run = train_virtual(job, workers, interrupt=interrupt)
+        except DivergedError:
+            yield None
+            continue
+        yield save_run(run, folder, run_name(job))
 
 
 class _Ranks:

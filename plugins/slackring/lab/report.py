@@ -135,6 +135,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print(f"Everything is in {comparison.folder}", highlight=False, soft_wrap=True)
 
 
+def _where(run: Run) -> str:
+    """On a Dask cluster, the hosts."""
+    hosts = dict.fromkeys(run.facts.get("hosts", ()))
+    return f", on Dask workers of {', '.join(hosts)}" if hosts else ""
+
+
 def _staleness(run: Run) -> list[tuple[str, str]]:
     """On a parameter server, how stale its updates were."""
     if "updates" not in run.facts:
@@ -159,7 +165,7 @@ def print_run(run: Run, folder: str, console: Console) -> None:
     lines = Table.grid(padding=(0, 2))
     for key, value in (
         ("rule", f"{config.rule}, lr {config.lr:g} ({config.lr_source})"),
-        ("ranks", f"{run.facts['ranks']} ({run.facts['ring']})"),
+        ("ranks", f"{run.facts['ranks']} ({run.facts['ring']}){_where(run)}"),
         ("injected", describe_injected(config)),
         ("final accuracy", f"{summary.final_accuracy:.3f}"),
         (f"accuracy {config.target:g}", reached),

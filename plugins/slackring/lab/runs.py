@@ -33,6 +33,7 @@ __all__ = [
     "Run",
     "check_writable",
     "facts",
+    "git_revision",
     "load_run",
     "new_folder",
     "new_name",
@@ -105,7 +106,7 @@ def facts(config: TrainConfig, ranks: int, ring: str) -> dict[str, Any]:
             "straggler": str(config.parsed_straggler()),
             "network": str(config.parsed_network() or "none"),
         },
-        "git": _git_revision(),
+        "git": git_revision(),
         "versions": {
             "slackring": __version__,
             "torch": torch.__version__,
@@ -121,7 +122,8 @@ def facts(config: TrainConfig, ranks: int, ring: str) -> dict[str, Any]:
     }
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
+    """The commit of the current folder, ``-dirty`` if it has changed since; None outside of a repository."""
     try:
         asked = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],

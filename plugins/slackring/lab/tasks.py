@@ -20,7 +20,7 @@ from slackring.errors import DataError, SpecError
 from slackring.lab.dealt import Dealt
 from slackring.spec import nearest
 
-__all__ = ["BUILT_IN", "Batches", "Task", "accuracy", "load_task", "random_batches"]
+__all__ = ["BUILT_IN", "Batches", "Task", "accuracy", "load_task", "module_of", "random_batches"]
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Pairs of inputs and labels, both with the samples along their first dimension."""
@@ -145,13 +145,10 @@ def load_task(text: str) -> Task:
     >>> load_task("digits").name
     'digits'
     """
-    if text in BUILT_IN:
+    module_name = module_of(text)
+    if module_name is None:
         return BUILT_IN[text]()
-    module_name, colon, function_name = text.partition(":")
-    if not colon or not module_name or module_name.startswith(".") or not function_name:
-        raise SpecError(
-            f"there is no task named {text!r}; {nearest(text, BUILT_IN)}, or package.module:function for your own."
-        )
+    function_name = text.partition(":")[2]
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -171,6 +168,29 @@ def load_task(text: str) -> Task:
             f"task {text!r}: {function_name}() must return a slackring.lab.tasks.Task, not {type(task).__name__}."
         )
     return task
+
+
+def module_of(text: str) -> str | None:
+    """Name the module that a task of the user's is in; None for a built-in task.
+
+    Raises
+    ------
+    SpecError
+        If the text is neither the name of a built-in task nor ``package.module:function``.
+
+    Examples
+    --------
+    >>> module_of("my_package.tasks:cats"), module_of("digits")
+    ('my_package.tasks', None)
+    """
+    if text in BUILT_IN:
+        return None
+    module, colon, function = text.partition(":")
+    if not colon or not module or module.startswith(".") or not function:
+        raise SpecError(
+            f"there is no task named {text!r}; {nearest(text, BUILT_IN)}, or package.module:function for your own."
+        )
+    return module
 
 
 def _installed(package: str, task: str) -> Path:

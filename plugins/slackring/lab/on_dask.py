@@ -1,0 +1,204 @@
+"""Trains runs on the ranks of a Dask cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from slackring.dask import DaskExecutor, load_cluster
+from slackring.dask import Run as RunningRun
+from slackring.dask.cluster_files import read
+from slackring.dask.live import show
+from slackring.errors import DivergedError, PoolError, RankError, RingError, SlackringError
+from slackring.lab._ranks import train_on_rank
+from slackring.lab.config import TrainConfig
+from slackring.lab.interrupt import Interrupt
+from slackring.lab.launch import run_name
+from slackring.lab.runs import Run, git_revision, save_run, writing
+from slackring.lab.tasks import module_of
+
+__all__ = ["check_cluster", "dask_ranks", "keep_logs", "run_on_dask", "train_on_dask"]
+
+_TICK = 0.05  # seconds between two looks at whether a run is over
+_AGAIN = 1.0  # seconds until ranks that have not stopped are asked to again
+
+
+def check_cluster(cluster: str) -> None:
+    """Find out before anything else whether a cluster's file can be read, or a scheduler answers at its address.
+
+    Raises
+    ------
+    SpecError, PoolError
+        As :func:`slackring.dask.load_cluster` does.
+    """
+    if _is_address(cluster):
+        load_cluster(cluster)
+    elif cluster:
+        read(Path(cluster))
+
+
+@contextmanager
+def dask_ranks(cluster: str, workers: int | None, tasks: Iterable[str], out: Path) -> Iterator[DaskExecutor]:
+    """Start ranks on a cluster, and the cluster too if a file describes it.
+
+    Parameters
+    ----------
+    cluster
+        A file or an address, as of :func:`slackring.dask.load_cluster`; empty for this machine.
+    workers
+        How many ranks; None is as many as the file has workers, or as there are at the address.
+    tasks
+        Texts of what will be trained: the user's own are sent to the ranks.
+    out
+        Parent of the folders that the ranks' logs go to.
+
+    Yields
+    ------
+    DaskExecutor
+        With its ranks.
+
+    Raises
+    ------
+    SlackringError
+        If the cluster or the ranks do not start.
+    """
+    from distributed import Client  # below the import that says what is missing
+
+    modules = tuple(filter(None, map(module_of, tasks)))
+    with load_cluster(cluster, None if _is_address(cluster) else workers) as where:
+        try:
+            client = Client(where)
+        except OSError as exc:
+            raise PoolError(f"no Dask scheduler answers at {where.scheduler_address}: {exc}.") from exc
+        number = workers or len(getattr(where, "plan", ())) or None
+        with client, DaskExecutor(client, number, modules=modules, out=out) as executor:
+            yield executor
+
+
+def train_on_dask(
+    executor: DaskExecutor,
+    config: TrainConfig,
+    interrupt: Interrupt,
+    *,
+    checkpoint: bool = False,
+    console: Console | None = None,
+) -> tuple[Run, Path]:
+    """Train one run.
+
+    Parameters
+    ----------
+    executor
+        Has the ranks.
+    config
+        The run.
+    interrupt
+        Ends it early, on all ranks after the same round.
+    checkpoint
+        Whether it ends with a checkpoint.
+    console
+        Where to draw how far it is; None draws nothing.
+
+    Returns
+    -------
+    tuple
+        What all ranks measured, and the folder of the ranks' logs.
+
+    Raises
+    ------
+    SlackringError
+        What the ranks raised, if that is one of :mod:`slackring.errors`.
+    RankError
+        If a rank failed otherwise; the message has its traceback or the end of its log.
+    """
+    running = executor.run_remote(train_on_rank, [config, checkpoint])
+    try:
+        _follow(running, config.rule, interrupt, console)
+        run = next(result for result in running.result() if result is not None)
+    except RankError as exc:
+        cause = exc.__cause__
+        if not isinstance(cause, SlackringError) or isinstance(cause, RingError):
+            raise
+        if type(cause) is SlackringError:  # of the user's code, whose traceback is in a log
+            raise SlackringError(f"{cause} The logs are in {str(running.folder)!r}.") from None
+        shutil.rmtree(running.folder, ignore_errors=True)
+        raise cause from None
+    where = {"launcher": "dask", "hosts": [place.worker.hostname for place in running.places], "git": git_revision()}
+    return dataclasses.replace(run, facts={**run.facts, **where}), running.folder
+
+
+def run_on_dask(
+    jobs: Sequence[TrainConfig], workers: int, folder: Path, interrupt: Interrupt, cluster: str = ""
+) -> Iterator[Path | None]:
+    """Train one run after another on the same ranks of a cluster.
+
+    Parameters
+    ----------
+    jobs, workers, folder, interrupt
+        As of :func:`slackring.lab.launch.run_on_horovod`.
+    cluster
+        As of :func:`dask_ranks`.
+
+    Yields
+    ------
+    Path or None
+        A run's folder as soon as it is there; None for a run that diverged.
+
+    Raises
+    ------
+    SlackringError
+        As of :func:`dask_ranks` and :func:`train_on_dask`.
+    """
+    with dask_ranks(cluster, workers, {job.task for job in jobs}, folder.parent) as executor:
+        for job in jobs:
+            if interrupt.signal is not None:
+                return
+            try:
+                run, logs = train_on_dask(executor, job, interrupt)
+            except DivergedError:
+                yield None
+                continue
+            saved = save_run(run, folder, run_name(job))
+            keep_logs(logs, saved)
+            yield saved
+
+
+def keep_logs(logs: Path, run: Path) -> None:
+    """Put the logs of the ranks into the run's folder, as ``ranks``."""
+    with writing(run):
+        logs.rename(run / "ranks")
+
+
+def _is_address(cluster: str) -> bool:
+    return "://" in cluster
+
+
+def _follow(running: RunningRun, title: str, interrupt: Interrupt, console: Console | None) -> None:
+    """Wait for a run's end, and pass a wish to stop on to it."""
+    while running.board is None and not running.done():
+        time.sleep(_TICK)
+    if running.board is None:
+        return
+    running.board.title = title
+    if console is None:
+        for _ in _until_done(running, interrupt):
+            pass
+    else:
+        show(running.board, _until_done(running, interrupt), console)
+
+
+def _until_done(running: RunningRun, interrupt: Interrupt) -> Iterator[None]:
+    again = 0.0
+    while not running.done():
+        if interrupt.signal is not None and time.monotonic() >= again:
+            running.stop()  # which ranks do not hear that are just about to begin
+            again = time.monotonic() + _AGAIN
+        yield
+        time.sleep(_TICK)
+    if running.board is not None:
+        running.board.end()
