@@ -28,7 +28,7 @@ TINY = {
     "seeds": "0",
     "seconds": 3.0,
     "target": 0.6,
-    "virtual": True,
+    "backend": "virtual",
 }
 
 
@@ -42,8 +42,11 @@ def plots(executed: Path) -> int:
 
 
 @pytest.mark.notebook
-def test_a_tiny_run_makes_a_page_with_table_and_plots(tmp_path: Path) -> None:
-    page = run_notebook(QUICKSTART, tmp_path, {**TINY, "out": str(tmp_path)})
+@pytest.mark.parametrize("backend", ["virtual", pytest.param("dask", marks=pytest.mark.multirank)])
+def test_a_tiny_run_makes_a_page_with_table_and_plots(tmp_path: Path, backend: str) -> None:
+    if backend == "dask":
+        pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
+    page = run_notebook(QUICKSTART, tmp_path, {**TINY, "backend": backend, "out": str(tmp_path)})
     text = page.read_text()
     assert plots(tmp_path / QUICKSTART.name) == 2
     assert "First at 0.6" in text
@@ -64,11 +67,28 @@ def test_a_tiny_run_makes_a_page_with_table_and_plots(tmp_path: Path) -> None:
 def test_the_notebook_of_a_paper_ends_with_what_it_found(
     tmp_path: Path, name: str, pictures: int, comparisons: int, found: list[str]
 ) -> None:
-    page = run_notebook(FOLDER / f"{name}.ipynb", tmp_path, {"size": "smoke", "virtual": True, "out": str(tmp_path)})
+    page = run_notebook(
+        FOLDER / f"{name}.ipynb", tmp_path, {"size": "smoke", "backend": "virtual", "out": str(tmp_path)}
+    )
     assert plots(tmp_path / f"{name}.ipynb") == pictures
     assert len(list(tmp_path.glob("*/comparison.json"))) == comparisons
     for text in found:
         assert re.search(text, page.read_text()), text
+
+
+@pytest.mark.notebook
+@pytest.mark.multirank
+def test_a_model_defined_in_cells_is_trained_stopped_and_fails_on_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
+    page = run_notebook(FOLDER / "own_model.ipynb", tmp_path, {"seconds": 2.0, "out": str(tmp_path)}).read_text()
+    assert plots(tmp_path / "own_model.ipynb") == 1
+    assert "train: ended after" in page  # the last drawing of the live table
+    assert "rank 0 of 2 has 1347 samples to draw from" in page
+    assert re.search(r"rank 1 on worker .* raised FileNotFoundError: there are no digits on this machine\.", page)
+    assert "in fail" in page
+    folders = {folder.name.split("-")[2]: folder for folder in sorted(tmp_path.glob("*-*-*-*"))}
+    assert set(folders) == {"train", "fail"}
+    assert "took" in (folders["train"] / "rank-1.log").read_text()
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
