@@ -65,9 +65,11 @@ def broadcast_state(rule, trained, frozen):
     return found
 
 
-@pytest.mark.parametrize("rule", ["bsp", "losp:k_max=2"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["all", "half frozen"])
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "after 3 steps"])
+@pytest.mark.parametrize(
+    ("rule", "trained", "frozen"),  # each two of them in all combinations
+    [("bsp", False, False), ("bsp", True, True), ("losp:k_max=2", True, False), ("losp:k_max=2", False, True)],
+    ids=["bsp-fresh-all", "bsp-after 3 steps-half frozen", "losp-after 3 steps-all", "losp-fresh-half frozen"],
+)
 def test_horovod_392_526_1608_a_broadcast_optimizer_state_is_the_same_everywhere(ranks, size, rule, trained, frozen):
     """https://github.com/horovod/horovod/issues/392 and others: 6 optimizers, with rank 0's lr 0.01, betas and None."""
     answers = ranks(size).run(broadcast_state, rule, trained, frozen)
