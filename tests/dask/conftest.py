@@ -50,7 +50,7 @@ def ports() -> set[int]:
 def cluster() -> Iterator[LocalCluster]:
     """Four workers of one thread each."""
     with LocalCluster(
-        n_workers=4, threads_per_worker=1, dashboard_address=None, memory_limit=0, silence_logs=50
+        n_workers=4, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, silence_logs=50
     ) as made:
         yield made
 

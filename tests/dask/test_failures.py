@@ -194,7 +194,7 @@ def test_ctrl_c_ends_the_ranks_and_then_the_script(
 
 def test_a_cluster_that_is_closed(nothing_left: None, tmp_path: Path) -> None:
     with LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0, silence_logs=50
+        n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, silence_logs=50
     ) as other:
         client = Client(other)
         executor = DaskExecutor(client, 2, out=tmp_path)

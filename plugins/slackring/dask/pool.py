@@ -238,12 +238,15 @@ class Pool:
         }
         if modules.archive:
             self.modules = modules.digest
+        # Beside the answers, since Dask tries for long to reach a worker that has just died.
+        ordering = asyncio.create_task(self._order(order, members))
         try:
-            await self._order(order, members)
             came = await self._answers(answers)
         except BaseException:
             await asyncio.shield(self.close(kill=True))
             raise
+        finally:
+            ordering.cancel()
         guilty = culprit(came)
         if guilty is not None:
             silent = [member.place.rank for member, answer in zip(members, answers, strict=True) if not answer.done()]
@@ -280,7 +283,7 @@ class Pool:
         kill
             Do not let them end by themselves.
         """
-        if self._members and not kill:
+        if self.whole and not kill:
             with contextlib.suppress(Exception):
                 await self._order({"op": "quit"})
                 await asyncio.wait([member.over for member in self._members], timeout=_FAREWELL)
@@ -395,9 +398,11 @@ class Pool:
         return await self._client.scheduler.proxy(msg=message, worker=address)
 
     async def _order(self, order: Order, members: Sequence[_Member] | None = None) -> None:
-        addresses = [member.place.worker.address for member in (self._members if members is None else members)]
+        those = self._members if members is None else members
+        addresses = [member.place.worker.address for member in those if not member.over.done()]
         message = {"op": "slackring_order", "pool": self.name, "order": order}
-        await self._client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")
+        with contextlib.suppress(OSError):  # without a scheduler all ranks are lost, which is noticed by itself
+            await self._client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")
 
     async def _read(self, member: _Member) -> None:
         """Take a rank's events until there are no more."""

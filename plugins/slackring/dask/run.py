@@ -272,7 +272,10 @@ class Run:
 
     async def _wait(self, timeout: float | None) -> list[Any]:
         assert self._outcome is not None
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._outcome)), timeout)
+        outcome = asyncio.wrap_future(self._outcome)
+        # After Ctrl-C nobody waits for it, and asyncio would complain of an error that nobody has seen.
+        outcome.add_done_callback(lambda over: over.cancelled() or over.exception())
+        return await asyncio.wait_for(asyncio.shield(outcome), timeout)
 
     async def _stop(self) -> None:
         self._stopping = True
