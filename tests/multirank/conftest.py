@@ -24,35 +24,52 @@ def size(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int, str], Pool]]:
-    """Give the pool of a size and kind. One is alive at a time, and a pool that failed is replaced."""
+class Pools:
+    """The pools of all sizes and kinds. One is alive at a time, and a pool that failed is replaced."""
+
+    def __init__(self) -> None:
+        self._alive: list[Pool] = []
+
+    def __call__(self, size: int, kind: str) -> Pool:
+        """Give the pool of a size and kind."""
+        if not self._alive or not self._alive[0].alive or (self._alive[0].size, self._alive[0].kind) != (size, kind):
+            self.close()
+            self._alive.append(Pool(size, kind=kind))
+        return self._alive[0]
+
+    def close(self) -> None:
+        """End the ranks, if there are any."""
+        while self._alive:
+            self._alive.pop().close()
+
+
+@pytest.fixture(scope="package")
+def pools() -> Iterator[Pools]:
+    """Give the pool of a size and kind; all ranks end with the tests of this folder."""
     listening_before = _listening()
-    alive: list[Pool] = []
-
-    def pool_of(size: int, kind: str) -> Pool:
-        if not alive or not alive[0].alive or (alive[0].size, alive[0].kind) != (size, kind):
-            while alive:
-                alive.pop().close()
-            alive.append(Pool(size, kind=kind))
-        return alive[0]
-
-    yield pool_of
-    while alive:
-        alive.pop().close()
+    pools = Pools()
+    yield pools
+    pools.close()
     assert not processes_of_pools(), "ranks were left running"
     assert _listening() <= listening_before, "ports were left open"
 
 
-@pytest.fixture(scope="session")
-def ranks(pools: Callable[[int, str], Pool]) -> Callable[[int], Pool]:
+@pytest.fixture(autouse=True)
+def no_idle_ranks(request: pytest.FixtureRequest) -> None:
+    """End the ranks before a test that has no use for them: idle ones ask each other all the time whether there is work."""
+    if "pools" not in request.fixturenames:
+        request.getfixturevalue("pools").close()
+
+
+@pytest.fixture(scope="package")
+def ranks(pools: Pools) -> Callable[[int], Pool]:
     """Give the pool of Horovod ranks of a size."""
     pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
     return partial(pools, kind="horovod")
 
 
-@pytest.fixture(scope="session")
-def torch_ranks(pools: Callable[[int, str], Pool]) -> Callable[[int], Pool]:
+@pytest.fixture(scope="package")
+def torch_ranks(pools: Pools) -> Callable[[int], Pool]:
     """Give the pool of ``torch.distributed`` ranks of a size."""
     return partial(pools, kind="torch")
 
