@@ -35,7 +35,7 @@ BACKENDS = ("dask", "horovod", "virtual")
 Launch = Callable[[Sequence[TrainConfig], int, Path, Interrupt], Iterator[Path | None]]
 """Trains runs on so many ranks; see :func:`run_on_horovod`."""
 
-_KEPT_LINES = 30
+_KEPT_LINES = 100  # the ranks' tracebacks, and what the launcher prints behind them
 _PATIENCE = 20.0  # seconds that ranks get to write their results after an interrupt
 
 
