@@ -105,8 +105,8 @@ class DaskExecutor:
         Raises
         ------
         PoolError
-            If there are too few workers, if they differ, if others have them for too long, or if they cannot reach this
-            process; the message names the worker.
+            If there are too few workers, if they differ, if others have them for too long, or if they cannot reach each other;
+            the message names the worker.
         HorovodMissingError
             If a worker lacks Horovod.
         """

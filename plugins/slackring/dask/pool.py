@@ -15,7 +15,7 @@ from slackring.dask.code import Bundle
 from slackring.dask.facts import WorkerFacts, check_alike, look, read_answers
 from slackring.dask.placement import Place, place
 from slackring.dask.relay import ping
-from slackring.dask.rendezvous import Rendezvous
+from slackring.dask.signing import new_secret
 from slackring.dask.site import Event, Order, Site
 from slackring.dask.supervisor import Seat, supervise
 from slackring.errors import PoolError, RankError
@@ -62,7 +62,8 @@ class _Member:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.held, self.started = asyncio.Event(), asyncio.Event()
+        self.held, self.started, self.meeting, self.open = (asyncio.Event() for _ in range(4))
+        self.port = 0
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         """Set once the rank is no more: it has died, or its worker has."""
         self.gone = asyncio.Event()
@@ -120,9 +121,8 @@ class Pool:
         self.modules: str | None = None
         self._client, self._number, self._settings, self._use_gpu = client, number, settings, use_gpu
         self._environment = environment
-        self._secret = secrets.token_bytes(32)
+        self._secret = new_secret()
         self._members: list[_Member] = []
-        self._rendezvous: Rendezvous | None = None
         self._futures: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._calls = 0
@@ -148,7 +148,7 @@ class Pool:
         Raises
         ------
         PoolError
-            If there are too few workers, if they differ, if they are others' for too long, or cannot reach this process.
+            If there are too few workers, if they differ, if they are others' for too long, or cannot reach each other.
         HorovodMissingError
             If a worker lacks Horovod.
         RankError
@@ -156,18 +156,15 @@ class Pool:
         """
         try:
             workers = await self._workers()
-            places = place(workers, self._number or len(workers), self._use_gpu)
-            host = _own_address(self._client)
-            self._rendezvous = Rendezvous(host, self._secret)
-            await self._check_reachable(places, host)
-            self._members = [_Member(where) for where in places]
+            self._members = [_Member(where) for where in place(workers, self._number or len(workers), self._use_gpu)]
             self._tasks.append(asyncio.create_task(self._watch()))
             await self._hold()
+            host, port = await self._meet()
             await self._order(
                 {
                     "op": "start",
                     "environments": [self._environment_of(member.place) for member in self._members],
-                    "hello": {"host": host, "port": self._rendezvous.port, "secret": self._secret.hex()},
+                    "hello": {"host": host, "port": port, "secret": self._secret.hex()},
                 }
             )
             await self._all("started", "did not start")
@@ -213,11 +210,9 @@ class Pool:
         RankError
             If one of them fails. All ranks have ended then.
         """
-        assert self._rendezvous is not None  # it is open
         members = self._members if ranks is None else [self._members[rank] for rank in ranks]
         self._calls += 1
         generation = str(self._calls)
-        self._rendezvous.open(generation, _scope_sizes(self.places))
         self._sink = sink
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[Answer]] = []
@@ -239,7 +234,7 @@ class Pool:
         if modules.archive:
             self.modules = modules.digest
         # Beside the answers, since Dask tries for long to reach a worker that has just died.
-        ordering = asyncio.create_task(self._order(order, members))
+        ordering = asyncio.create_task(self._open_and_order(order, members))
         try:
             came = await self._answers(answers)
         except BaseException:
@@ -297,11 +292,9 @@ class Pool:
         for background in self._tasks:
             background.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._rendezvous is not None:
-            await asyncio.to_thread(self._rendezvous.stop)
         for member in self._members:
             member.end(Answer(member.place.rank, "died", sentence="was ended"))
-        self._tasks, self._futures, self._rendezvous = [], [], None
+        self._tasks, self._futures = [], []
 
     # How it starts
 
@@ -328,18 +321,32 @@ class Pool:
         workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
         return [address for address, worker in workers.items() if worker["status"] == "running"]
 
-    async def _check_reachable(self, places: Sequence[Place], host: str) -> None:
-        assert self._rendezvous is not None
-        addresses = [where.worker.address for where in places]
-        answers = await self._client.run(
-            _ping, host, self._rendezvous.port, self._secret, workers=addresses, on_error="return"
-        )
-        for address, trouble in answers.items():
+    async def _meet(self) -> tuple[str, int]:
+        """Have rank 0's supervisor open the place where ranks find each other, and see that all of them can reach it.
+
+        Ranks have to reach each other's hosts anyway, and not this process, which may be a laptop outside their network.
+        """
+        first = self._members[0]
+        host = first.place.worker.host
+        await self._order({"op": "meet", "host": host, "secret": self._secret}, [first])
+        await self._within(self._until(first, first.meeting), first, "did not open a port")
+        addresses = [member.place.worker.address for member in self._members]
+        answers = await self._client.run(_ping, host, first.port, self._secret, workers=addresses, on_error="return")
+        for member in self._members:
+            trouble = answers.get(member.place.worker.address)
             if trouble is not None:
                 raise PoolError(
-                    f"the worker at {address} cannot reach this process at {host}:{self._rendezvous.port} ({trouble}); start "
-                    "the client on a machine that the workers can reach, such as the scheduler's."
+                    f"{member.place.worker} does not reach {first.place.worker}: {trouble}; start workers on addresses that the "
+                    "others reach (dask worker --host or --interface)."
                 )
+        return host, first.port
+
+    async def _open_and_order(self, order: Order, members: Sequence[_Member]) -> None:
+        first, sizes = self._members[0], _scope_sizes(self.places)
+        first.open.clear()
+        await self._order({"op": "open", "generation": order["generation"], "scope_sizes": sizes}, [first])
+        await first.open.wait()
+        await self._order(order, members)
 
     async def _hold(self) -> None:
         """Take the workers, one after the other in the same order as everybody, so that no two pools wait for each other."""
@@ -428,6 +435,11 @@ class Pool:
         match event["kind"]:
             case "held":
                 member.held.set()
+            case "meeting":
+                member.port = event["port"]
+                member.meeting.set()
+            case "open":
+                member.open.set()
             case "started":
                 member.started.set()
             case "result":
@@ -490,15 +502,6 @@ def _part(answer: Any, index: int) -> Any:
 
 async def _ping(host: str, port: int, secret: bytes) -> str | None:
     return await asyncio.to_thread(ping, host, port, secret, 5.0)
-
-
-def _own_address(client: Any) -> str:
-    """The address by which the scheduler's machine is reached from here, which is the one that workers can reach."""
-    from distributed.comm.addressing import get_address_host
-    from distributed.utils import get_ip
-
-    address = client.scheduler.address
-    return "127.0.0.1" if address.startswith("inproc") else str(get_ip(get_address_host(address)))
 
 
 def _scope_sizes(places: Sequence[Place]) -> dict[str, int]:

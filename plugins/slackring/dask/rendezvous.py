@@ -1,4 +1,4 @@
-"""Where the ranks of a pool find each other: a key-value store in the driver, for those who know the pool's secret."""
+"""Where the ranks of a pool find each other: a key-value store for those who know the pool's secret."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections import deque
@@ -110,10 +111,8 @@ class Mailbox:
 
     def orders(self) -> Iterator[Order]:
         """Take the orders that wait; the supervisor's."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
-        except BlockingIOError:
-            return
         while self._orders:
             yield self._orders.popleft()
 

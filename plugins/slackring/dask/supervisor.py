@@ -7,13 +7,15 @@ import select
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slackring.dask import metrics
 from slackring.dask.child import Child
+from slackring.dask.rendezvous import Rendezvous
 from slackring.dask.site import Event, Mailbox, Order, Site
 from slackring.errors import PoolError
 
@@ -83,13 +85,23 @@ def supervise(seat: Seat) -> None:
 class _Supervisor:
     def __init__(self, seat: Seat, box: Mailbox, folder: Path, wanted: Callable[[], bool]) -> None:
         self._seat, self._box, self._folder, self._wanted = seat, box, folder, wanted
+        self._meeting: Rendezvous | None = None
         self._calls = 0
         self._tail = ""
 
     def run(self) -> None:
-        start = self._first_order()
-        if start is None:
-            return
+        with ExitStack() as at_the_end:
+            while self._wanted():
+                for order in self._orders():
+                    if order["op"] == "meet":
+                        self._meeting = Rendezvous(order["host"], order["secret"])
+                        at_the_end.callback(self._meeting.stop)
+                        self._box.put({"kind": "meeting", "port": self._meeting.port})
+                    else:
+                        self._run(order)
+                        return
+
+    def _run(self, start: Order) -> None:
         with Child(self._folder, _environment(start["environments"][self._seat.rank])) as child:
             child.send({"op": "hello", **start["hello"], "rank": self._seat.rank, "folder": str(self._folder)})
             while child.code is None and self._wanted():
@@ -100,23 +112,28 @@ class _Supervisor:
             child.end()
             self._box.put(self._ended(child.code))
         while not self._box.empty and self._wanted():
-            select.select([self._box.bell], [], [], _TICK)
-            list(self._box.orders())  # nobody is left to carry them out
+            list(self._orders())  # nobody is left to carry them out
 
-    def _first_order(self) -> Order | None:
-        while self._wanted():
-            select.select([self._box.bell], [], [], _TICK)
-            for order in self._box.orders():
-                return order
-        return None
+    def _orders(self) -> Iterator[Order]:
+        """Wait a moment for orders."""
+        select.select([self._box.bell], [], [], _TICK)
+        return self._box.orders()
 
     def _work(self, child: Child) -> None:
         for order in self._box.orders():
-            child.send(self._in_files(order))
+            if order["op"] == "open":
+                self._open(order)
+            else:
+                child.send(self._in_files(order))
         events = child.events()
         self._log(child, everything=any("result" in event for event in events))
         for event in events:
             self._pass_on(event)
+
+    def _open(self, order: Order) -> None:
+        if self._meeting is not None:
+            self._meeting.open(order["generation"], order["scope_sizes"])
+            self._box.put({"kind": "open", "generation": order["generation"]})
 
     def _in_files(self, order: Order) -> Order:
         """Put the bytes of an order into files, which the rank removes."""
