@@ -67,7 +67,8 @@ class _Member:
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         """Set once the rank is no more: it has died, or its worker has."""
         self.gone = asyncio.Event()
-        """Set once its supervisor has nothing left on the worker."""
+        """Set while it has no supervisor on the worker."""
+        self.gone.set()
         self.answer: asyncio.Future[Answer] | None = None
         self.content = bytearray()
 
@@ -358,6 +359,7 @@ class Pool:
                 workers=[worker.address], pure=False, retries=0, priority=100,
             )  # fmt: skip
             self._futures.append(future)
+            member.gone.clear()
             self._tasks += [
                 asyncio.create_task(self._read(member)),
                 asyncio.create_task(self._await_supervisor(member, future)),
