@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,8 @@ def test_a_pool_trains_as_horovodrun_does(
     executor = DaskExecutor(client, size, out=tmp_path)
     executor.start(extra_env_vars=UNFUSED)
     try:
+        assert executor.run(train, [RULES[:1]])[0][RULES[0]] == expected[RULES[0]]
+        assert executor.run(lambda: sys.modules["horovod.torch"].is_initialized()) == [False] * size  # idle ranks rest
         found = executor.run(train, [RULES])
         for rule in RULES:
             assert all(result[rule]["model"] == found[0][rule]["model"] for result in found)

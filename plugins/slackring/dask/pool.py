@@ -126,7 +126,7 @@ class Pool:
         self._members: list[_Member] = []
         self._futures: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._calls = 0
+        self._calls, self._kept = 0, False
         self._sink: Sink = lambda rank, event: None
 
     @property
@@ -248,6 +248,9 @@ class Pool:
             silent = [member.place.rank for member, answer in zip(members, answers, strict=True) if not answer.done()]
             await self.close(kill=True)
             raise self._error(blamed(guilty, silent)) from guilty.exception()
+        self._kept |= keep
+        if not self._kept:  # what ranks keep may have met, and count on it
+            await self._order({"op": "rest"})
         return [answer.result().content for answer in answers]
 
     async def _answers(self, pending: Sequence[asyncio.Future[Answer]]) -> list[Answer]:
