@@ -12,6 +12,7 @@ import torch
 import slackring as sr
 from slackring.dask.snapshots import reported, wait_share
 from slackring.dask.telemetry import Telemetry
+from slackring.optim import ambient
 from slackring.optim.progress import LandedRound
 from slackring.optim.records import RoundRecord, StepRecord
 
@@ -139,6 +140,18 @@ def test_rank_0_tells_of_a_straggler_once(rank):
     texts = [event["text"] for event in events.of("warning")]
     assert len(texts) == (1 if rank == 0 else 0)
     assert all("rank 0 takes 0.4 s a local step" in text for text in texts)
+
+
+def test_of_ranks_that_are_slowed_on_purpose_nobody_is_warned():
+    events = Events()
+    ambient.slowed.set()
+    try:
+        with Telemetry(0, events) as telemetry:
+            for index in range(100):
+                telemetry.landed(LandedRound(index, (1, 1), (1.0, 1.0), (False, False), (0.4, 0.1)))
+    finally:
+        ambient.slowed.clear()
+    assert not events.of("warning")
 
 
 def test_the_end_is_told_also_of_a_run_that_failed():

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from slackring.dask.snapshots import REPORTED, Snapshot
-from slackring.optim.ambient import watching
+from slackring.optim.ambient import slowed, watching
 from slackring.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Telemetry:
 
     def landed(self, landed: LandedRound) -> None:
         """Look for stragglers."""
-        if self._watch is not None:
+        if self._watch is not None and not slowed.is_set():
             self._watch(landed)
 
     def report(self, values: Mapping[str, float | str | Tensor]) -> None:

@@ -14,8 +14,9 @@ from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import EVENT, run_name
 from slackring.lab.runs import Run, save_run
 from slackring.lab.train import inject, train
-from slackring.optim.ambient import stop_wish
+from slackring.optim.ambient import slowed, stop_wish
 from slackring.ring.horovod import HorovodRing, import_horovod
+from slackring.stragglers import NoStraggler
 
 
 def main(orders_file: str) -> int:
@@ -76,7 +77,12 @@ def train_on_rank(config: TrainConfig, checkpoint: bool) -> Run | None:
     """
     import_horovod().init()
     ring = inject(HorovodRing(), config)
-    return train(config, ring=ring, interrupt=_Wish(), checkpoints=Checkpoints() if checkpoint else None)
+    if not isinstance(config.parsed_straggler(), NoStraggler):
+        slowed.set()
+    try:
+        return train(config, ring=ring, interrupt=_Wish(), checkpoints=Checkpoints() if checkpoint else None)
+    finally:
+        slowed.clear()
 
 
 if __name__ == "__main__":

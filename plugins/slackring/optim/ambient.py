@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
     from slackring.optim.progress import LandedRound
 
-__all__ = ["Watcher", "recorders", "report", "stop_wish", "watchers", "watching"]
+__all__ = ["Watcher", "recorders", "report", "slowed", "stop_wish", "watchers", "watching"]
 
 stop_wish = threading.Event()
 """While set, by any thread, this process asks all ranks to stop, as ``request_stop()`` of each of its optimizers does."""
+
+slowed = threading.Event()
+"""While set, ranks are slowed on purpose, so that nobody is to be warned of stragglers."""
 
 
 class Watcher(Recorder, Protocol):
