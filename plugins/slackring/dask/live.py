@@ -17,7 +17,7 @@ from slackring.dask.board import Board
 __all__ = ["Live", "show"]
 
 _PAGE_WIDTH = 120  # characters
-_FORMAT = '<pre style="white-space:pre; line-height:1.3; margin:0">{code}</pre>'
+_FORMAT = '<pre style="white-space:pre; font-family:monospace; line-height:1.3; margin:0">{code}</pre>'
 
 
 class Live:
