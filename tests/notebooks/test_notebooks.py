@@ -86,6 +86,7 @@ def test_a_model_defined_in_cells_is_trained_stopped_and_fails_on_ranks(tmp_path
     assert "rank 0 of 2 has 1347 samples to draw from" in page
     assert re.search(r"rank 1 on worker .* raised FileNotFoundError: there are no digits on this machine\.", page)
     assert "in fail" in page
+    assert "Conv2d" in page  # the code is what this page is about
     folders = {folder.name.split("-")[2]: folder for folder in sorted(tmp_path.glob("*-*-*-*"))}
     assert set(folders) == {"train", "fail"}
     assert "took" in (folders["train"] / "rank-1.log").read_text()

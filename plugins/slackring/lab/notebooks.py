@@ -108,7 +108,7 @@ def _result(notebook: Path, out: Path, parameters: Mapping[str, object], *, echo
 
 
 def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object], *, echo: bool = True) -> Path:
-    """Execute a notebook with papermill, and convert it to HTML without its code.
+    """Execute a notebook with papermill, and make a page of it: without code, unless its metadata have ``"show_code": true``.
 
     Parameters
     ----------
@@ -163,7 +163,11 @@ def run_notebook(notebook: Path, out: Path, parameters: Mapping[str, object], *,
         except papermill.exceptions.PapermillExecutionError as exc:
             where = f"cell {exc.cell_index + 1} of {str(executed)!r}"
             raise SlackringError(f"{where} failed: {exc.ename}: {exc.evalue}") from exc
-        body, _ = nbconvert.HTMLExporter(exclude_input=True, exclude_output_prompt=True).from_filename(str(executed))  # type: ignore[no-untyped-call]
+        body, _ = nbconvert.HTMLExporter(
+            exclude_input=not _content(notebook).get("metadata", {}).get("show_code", False),
+            exclude_input_prompt=True,
+            exclude_output_prompt=True,
+        ).from_filename(str(executed))  # type: ignore[no-untyped-call]
     page = executed.with_suffix(".html")
     with writing(out), whole(page):
         page.write_text(body, encoding="utf-8")
@@ -262,10 +266,15 @@ def _require(notebook: Path, name: str, known: Mapping[str, Parameter]) -> Param
 
 
 def _cells(notebook: Path) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = _content(notebook)["cells"]
+    return cells
+
+
+def _content(notebook: Path) -> dict[str, Any]:
     try:
-        cells: list[dict[str, Any]] = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        for cell in cells:
+        content: dict[str, Any] = json.loads(notebook.read_text(encoding="utf-8"))
+        for cell in content["cells"]:
             _ = cell["cell_type"], cell["metadata"], cell["source"]
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise DataError(f"{str(notebook)!r} is not a notebook that can be read: {exc!r}.") from exc
-    return cells
+    return content
