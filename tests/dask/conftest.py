@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
+MARK = "STARTED_BY_TESTS"  # environment variable that workers and their ranks inherit
 PATIENCE = 20.0  # seconds until what should come counts as missing
 
 
@@ -23,13 +25,13 @@ def until(condition: Callable[[], object], what: str, patience: float = PATIENCE
 
 
 def rank_processes() -> set[int]:
-    """Processes of ranks, whoever started them, and those that they started."""
+    """Processes of ranks on clusters that this process has started, and those that they started."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if process.status() == psutil.STATUS_ZOMBIE or "slackring.dask._rank" not in process.cmdline():
                 continue
-            if "slackring.dask._rank" in process.cmdline():
+            if process.environ().get(MARK) == str(os.getpid()):
                 found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
     return found
 
@@ -49,6 +51,7 @@ def ports() -> set[int]:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """Four workers of one thread each."""
+    os.environ[MARK] = str(os.getpid())
     with LocalCluster(
         n_workers=4, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, silence_logs=50
     ) as made:

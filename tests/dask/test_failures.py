@@ -19,7 +19,7 @@ from tests.dask.conftest import rank_processes, until
 from slackring.dask.executor import DaskExecutor
 from slackring.errors import RankError
 
-TIMES = 2
+TIMES = 20
 TIMEOUT = 10.0  # seconds; what create_settings(timeout_s=) promises
 
 
@@ -56,18 +56,18 @@ def fails_in_time(executor: DaskExecutor, train: Callable[[], None]) -> RankErro
 
 
 @pytest.mark.parametrize(
-    ("fail", "told"),
+    ("fail", "told", "times"),
     [
-        (lambda: 1 // 0, "raised ZeroDivisionError: integer division or modulo by zero"),
-        (lambda: sys.exit(5), "raised SystemExit: 5"),
-        (lambda: os._exit(3), "died: exit code 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "died: SIGKILL"),
-        (lambda: os.abort(), "died: SIGABRT"),
+        (lambda: 1 // 0, "raised ZeroDivisionError: integer division or modulo by zero", TIMES),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "died: SIGKILL", TIMES),
+        (lambda: os.abort(), "died: SIGABRT", 2),
+        (lambda: os._exit(3), "died: exit code 3", 2),
+        (lambda: sys.exit(5), "raised SystemExit: 5", 2),
     ],
-    ids=["raises", "exits", "leaves", "killed", "aborts"],
+    ids=["raises", "killed", "aborts", "leaves", "exits"],
 )
-def test_a_rank_that_fails_is_named(executor: DaskExecutor, fail: Callable[[], Any], told: str) -> None:
-    for _ in range(TIMES):
+def test_a_rank_that_fails_is_named(executor: DaskExecutor, fail: Callable[[], Any], told: str, times: int) -> None:
+    for _ in range(times):
         error = fails_in_time(executor, on_rank_1(fail))
         assert error.rank == 1
         assert "rank 1 on worker 1 (tcp://127.0.0.1:" in str(error)
@@ -159,20 +159,24 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def script(cluster: LocalCluster, tmp_path: Path) -> Callable[[], subprocess.Popen[str]]:
+def script(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     """Start a client in a process of its own, and wait until its ranks train."""
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
+    started: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, str(file), cluster.scheduler_address, str(tmp_path / "out")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert len(rank_processes()) == 2
         return process
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
 
 
 def test_a_client_that_dies_or_is_restarted(nothing_left: None, script: Callable[[], subprocess.Popen[str]]) -> None:
