@@ -161,6 +161,27 @@ def test_a_run_in_the_background_can_be_cancelled(executor: DaskExecutor) -> Non
     assert executor.run(rank) == [0, 1]
 
 
+def test_a_wish_to_stop_is_one_for_its_run_alone(executor: DaskExecutor) -> None:
+    def until_asked() -> bool:
+        from slackring.optim.ambient import stop_wish
+
+        return rank() > 0 or stop_wish.wait(30.0)  # it is rank 0 that is asked, and tells the others in a round
+
+    def asked() -> bool:
+        from slackring.optim.ambient import stop_wish
+
+        return stop_wish.wait(0.2)
+
+    for _ in range(5):
+        run = executor.run_remote(until_asked, [])
+        run.stop()  # wherever it is: not begun, on its way, or there
+        assert run.result()[0]
+    run = executor.run_remote(asked)
+    run.result()
+    run.stop()  # when it is over
+    assert executor.run(asked) == [False, False]
+
+
 def test_runs_take_turns(executor: DaskExecutor) -> None:
     runs = [executor.run_remote(where, [word]) for word in "abc"]
     assert [run.result()[1][0] for run in runs] == ["a", "b", "c"]

@@ -31,6 +31,7 @@ class _Supervisor:
 
     def __init__(self, pipe: int) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
+        self._current = self._stopped = ""  # generations: of the call under way, and of the last that is to stop
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._input = os.dup(0)
         os.set_inheritable(pipe, False)  # the rank's own children
@@ -54,11 +55,25 @@ class _Supervisor:
                 for line in lines:
                     order = json.loads(line)
                     if order["op"] == "stop":
-                        stop_wish.set()
+                        self._stop(order["generation"])
                     else:
                         self.orders.put(order)
         finally:
             os.killpg(os.getpgid(0), signal.SIGKILL)  # this rank, and all that it has started
+
+    def _stop(self, generation: str) -> None:
+        with self._lock:
+            self._stopped = generation
+            if generation == self._current:
+                stop_wish.set()
+
+    def begin(self, order: dict[str, Any]) -> None:
+        """Begin a call: a wish to stop is one for this call, and may have come before it, but not for an earlier one."""
+        with self._lock:
+            self._current = order["generation"]
+            stop_wish.clear()
+            if order["stopping"] or self._stopped == self._current:
+                stop_wish.set()
 
 
 def main(pipe: int) -> int:
@@ -75,7 +90,7 @@ def main(pipe: int) -> int:
             _rest()
             continue
         relay.generation = order["generation"]
-        stop_wish.clear()
+        supervisor.begin(order)
         result = Path(order["result"])
         try:
             with Telemetry(hello["rank"], supervisor.tell):

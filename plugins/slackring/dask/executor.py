@@ -255,8 +255,9 @@ class DaskExecutor:
                 await self._renew(modules)
             assert self._pool is not None
             run.run_on(self._pool)
-            await run.wish_again()
-            contents = await self._pool.call(content, modules, run.what, run.take, ranks=ranks, executable=executable)
+            contents = await self._pool.call(
+                content, modules, run.what, run.take, ranks=ranks, executable=executable, stopping=run.stopping
+            )
         return [_loaded(rank, result) for rank, result in enumerate(contents)]
 
     async def _renew(self, modules: Bundle) -> None:

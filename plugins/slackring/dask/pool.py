@@ -183,6 +183,7 @@ class Pool:
         ranks: Sequence[int] | None = None,
         executable: bool = False,
         keep: bool = False,
+        stopping: bool = False,
     ) -> list[bytes]:
         """Have ranks call a function, and wait for what it returns.
 
@@ -200,6 +201,8 @@ class Pool:
             Which; all if None.
         executable, keep
             Whether the ranks' executable is its first argument, and whether what it returns is the executable from now on.
+        stopping
+            Whether it is to stop as soon as it can.
 
         Returns
         -------
@@ -231,6 +234,7 @@ class Pool:
             "what": what,
             "executable": executable,
             "keep": keep,
+            "stopping": stopping,
         }
         if modules.archive:
             self.modules = modules.digest
@@ -271,8 +275,8 @@ class Pool:
         return came
 
     async def wish_to_stop(self) -> None:
-        """Ask rank 0 to have all ranks stop after the same round."""
-        await self._order({"op": "stop"}, self._members[:1])
+        """Ask rank 0 to have all ranks stop the call under way after the same round."""
+        await self._order({"op": "stop", "generation": str(self._calls)}, self._members[:1])
 
     async def close(self, *, kill: bool = False) -> None:
         """End all ranks and leave nothing of them on the workers.

@@ -138,19 +138,21 @@ class Run:
         Where its ranks are, by rank; empty until they have started.
     board : Board or None
         How far they are; None until they have started.
+    stopping : bool
+        Whether it was asked to stop.
     """
 
     def __init__(self, client: Any, folder: Path, what: str, callbacks: Sequence[Callback]) -> None:
         self.id, self.folder, self.what = folder.name, folder, what
         self.places: Sequence[Place] = ()
         self.board: Board | None = None
+        self.stopping = False
         self._client = client
         self._written = RunFolder(folder)
         self._messenger = _Messenger(callbacks)
         self._outcome: Future[list[Any]] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._pool: Pool | None = None
-        self._stopping = False
 
     def __repr__(self) -> str:
         if self._outcome is None or not self._outcome.done():
@@ -239,11 +241,6 @@ class Run:
             case "report":
                 self._messenger.send({"rank": rank, **event["values"]})
 
-    async def wish_again(self) -> None:
-        """Pass on a wish to stop that came before there were ranks; the executor's."""
-        if self._stopping and self._pool is not None:
-            await self._pool.wish_to_stop()
-
     async def _carry_out(self, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         self._task = asyncio.current_task()
         try:
@@ -278,9 +275,9 @@ class Run:
         return await asyncio.wait_for(asyncio.shield(outcome), timeout)
 
     async def _stop(self) -> None:
-        self._stopping = True
-        if not self.done():
-            await self.wish_again()
+        self.stopping = True
+        if self._pool is not None and not self.done():
+            await self._pool.wish_to_stop()
 
     async def _cancel(self) -> None:
         while self._task is None:

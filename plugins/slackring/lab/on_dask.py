@@ -26,7 +26,6 @@ from slackring.lab.tasks import module_of
 __all__ = ["check_cluster", "dask_ranks", "keep_logs", "run_on_dask", "train_on_dask"]
 
 _TICK = 0.05  # seconds between two looks at whether a run is over
-_AGAIN = 1.0  # seconds until ranks that have not stopped are asked to again
 
 
 def check_cluster(cluster: str) -> None:
@@ -193,11 +192,9 @@ def _follow(running: RunningRun, title: str, interrupt: Interrupt, console: Cons
 
 
 def _until_done(running: RunningRun, interrupt: Interrupt) -> Iterator[None]:
-    again = 0.0
     while not running.done():
-        if interrupt.signal is not None and time.monotonic() >= again:
-            running.stop()  # which ranks do not hear that are just about to begin
-            again = time.monotonic() + _AGAIN
+        if interrupt.signal is not None and not running.stopping:
+            running.stop()
         yield
         time.sleep(_TICK)
     if running.board is not None:
