@@ -193,3 +193,14 @@ def test_a_round_costs_microseconds():
     for row in rows:
         watch.take(row)
     assert (time.process_time() - start) / len(rows) < 200e-6  # about 15 where nothing else runs
+
+
+def test_a_moment_of_short_steps_is_no_straggling_but_many_of_them_are():
+    said = []
+    watch = StragglerWatch(say=said.append)
+    for _ in range(200):
+        watch.take([0.001, 0.001, 0.004])  # 0.8 s of steps
+    assert not said
+    for _ in range(300):
+        watch.take([0.001, 0.001, 0.004])
+    assert len(said) == 1 and "rank 2" in said[0]

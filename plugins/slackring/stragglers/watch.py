@@ -24,6 +24,7 @@ _ODDS = 10**9  # against chance, in one test of one rank
 _SPANS = (1, 2, 4, 8, 16)  # how many times `rounds` a test looks back
 _TESTS = 6  # of a span, while it passes once
 _CLEARLY = 1.1  # times the time of half of the others is slower than they are
+_SECONDS = 1.0  # of steps in a span, below which it is a moment
 _WORSE = 2.0  # times the factor that was told makes it worth telling again
 
 
@@ -66,10 +67,13 @@ class Straggling:
 class StragglerWatch:
     """Warns of a rank that straggles; give it to ``optimizer.on_landed`` on one rank, since all hear the same.
 
-    A rank straggles if, over the last `rounds` rounds or 2, 4, 8 or 16 times as many, two things hold:
+    A rank straggles if, over the last `rounds` rounds or 2, 4, 8 or 16 times as many, three things hold:
 
-    - its median step takes at least `threshold` times the median step of the best rank, and
-    - it was slower than half of the others, by a tenth, in so many of these rounds as chance makes it once in a billion times.
+    - its median step takes at least `threshold` times the median step of the best rank,
+    - it was slower than half of the others, by a tenth, in so many of these rounds as chance makes it once in a billion times,
+      and
+    - its steps in these rounds took a second or more together: a machine that is busy with something else for a moment makes
+      many short steps slow.
 
     Equal ranks, however noisy, are slower than half of the others in at most every second round. In 10,000 rounds 32 of them
     are tested 124,000 times, each span six times in its own length: one is named wrongly with a probability of about 0.0001.
@@ -184,7 +188,8 @@ class StragglerWatch:
         said = []
         for rank in proved:
             told = self._told.get(rank)
-            if known[rank] and factors[rank] >= (self._threshold if told is None else _WORSE * told.factor):
+            long = known[rank] and np.nansum(seconds[:, rank]) >= _SECONDS
+            if long and factors[rank] >= (self._threshold if told is None else _WORSE * told.factor):
                 median = float(medians[rank])
                 found = Straggling(rank, median, span, best, float(factors[rank]), self._past(rank, span, median))
                 self._told[rank] = found
