@@ -67,6 +67,41 @@ def test_a_large_result_and_a_long_log_arrive_whole(executor: DaskExecutor, tmp_
     assert text.splitlines() == [f"line {number}" for number in range(100_000)]
 
 
+def test_a_copy_that_a_function_forks_does_not_answer_for_its_rank(executor: DaskExecutor) -> None:
+    def fork(how: str) -> str:
+        if os.fork():
+            time.sleep(0.2)
+            return "rank"
+        if how == "raises":
+            raise ValueError
+        if how == "exits":
+            sys.exit(1)
+        return "copy"
+
+    for how in ("returns", "raises", "exits"):
+        assert executor.run(fork, [how]) == ["rank", "rank"]
+        assert executor.run(rank) == [0, 1]
+
+
+def test_a_function_may_close_its_output(executor: DaskExecutor) -> None:
+    def close() -> int:
+        sys.stdout.close()
+        return 4
+
+    assert executor.run(close) == [4, 4]
+
+
+def test_what_cannot_be_decoded_is_reported_all_the_same(executor: DaskExecutor) -> None:
+    def report() -> None:
+        import slackring as sr
+
+        sr.report(file=os.fsdecode(b"a\xff"))
+
+    got: list[Any] = []
+    executor.run(report, callbacks=[got.append])
+    assert [told["file"] for told in got] == ["a?", "a?"]
+
+
 def test_what_cannot_be_sent_is_told_before_anything_runs(executor: DaskExecutor) -> None:
     lock = threading.Lock()
     with pytest.raises(PoolError, match="'lock'"):

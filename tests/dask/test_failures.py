@@ -45,6 +45,28 @@ def on_rank_1(fail: Callable[[], Any]) -> Callable[[], None]:
     return train
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def mute() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    raise Mute
+
+
+def half_a_character() -> None:
+    raise FileNotFoundError("there is no file 'a" + os.fsdecode(b"\xff") + "'")
+
+
+def close_all_output() -> None:
+    for number in (0, 1, 2):
+        os.close(number)
+    raise ValueError("nobody hears this.")
+
+
 def fails_in_time(executor: DaskExecutor, train: Callable[[], None]) -> RankError:
     """Run something that fails; give its error."""
     executor.run(int)  # so that what is timed does not have to start ranks
@@ -63,8 +85,12 @@ def fails_in_time(executor: DaskExecutor, train: Callable[[], None]) -> RankErro
         (lambda: os.abort(), "died: SIGABRT", 2),
         (lambda: os._exit(3), "died: exit code 3", 2),
         (lambda: sys.exit(5), "raised SystemExit: 5", 2),
+        (lambda: interrupt(), "raised KeyboardInterrupt.\n", 1),
+        (lambda: mute(), "raised Mute, which has no text.\nIts own traceback:", 1),
+        (lambda: half_a_character(), "raised FileNotFoundError: there is no file 'a?'.\nIts own traceback:", 1),
+        (lambda: close_all_output(), "raised ValueError: nobody hears this.\nIts own traceback:", 1),
     ],
-    ids=["raises", "killed", "aborts", "leaves", "exits"],
+    ids=["raises", "killed", "aborts", "leaves", "exits", "interrupts", "mute", "undecodable", "closes"],
 )
 def test_a_rank_that_fails_is_named(executor: DaskExecutor, fail: Callable[[], Any], told: str, times: int) -> None:
     for _ in range(times):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -41,7 +42,8 @@ class _Supervisor:
 
     def tell(self, event: dict[str, Any]) -> None:
         """Tell it something; from any thread."""
-        line = json.dumps(event).encode() + b"\n"
+        # Dask cannot send halves of characters, of which names of files may consist.
+        line = json.dumps(event, ensure_ascii=False).encode(errors="replace") + b"\n"
         with self._lock:
             while line:
                 line = line[os.write(self._pipe, line) :]
@@ -126,13 +128,21 @@ def _call(file: Path, first: Sequence[Any]) -> Any:
     content = file.read_bytes()
     file.unlink()
     fn, args, kwargs = load_call(content)
+    rank = os.getpid()
     try:
         return fn(*first, *args, **kwargs)
     except SystemExit as exc:
         if exc.code not in (None, 0):
             raise
+    except BaseException:
+        if os.getpid() != rank:
+            traceback.print_exc()
+        raise
     finally:
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # the user's code may have closed or replaced it
+            sys.stdout.flush()
+        if os.getpid() != rank:
+            os._exit(0)  # a copy of the rank that the function has forked, and which is none
 
 
 def _write(value: object, file: Path, what: str) -> None:
@@ -149,16 +159,25 @@ def _told(exc: BaseException, file: Path) -> dict[str, Any]:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # the user's own part of it
     text = "".join(traceback.format_exception(type(exc), exc, trace))
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # the user's code may have closed it
+        print(text, file=sys.stderr, flush=True)
     of_peers = bool(_OF_PEERS.intersection(cls.__name__ for cls in type(exc).__mro__))
-    told = {"error": f"{type(exc).__name__}: {exc}", "text": text, "of_peers": of_peers}
+    told = {"error": _sentence(exc), "text": text, "of_peers": of_peers}
     try:
         content = cloudpickle.dumps(exc)
         cloudpickle.loads(content)
-    except Exception:
+        file.write_bytes(content)
+    except Exception:  # of any kind: the class is the user's, and the disk may be full
         return told
-    file.write_bytes(content)
     return {**told, "result": str(file)}
+
+
+def _sentence(exc: BaseException) -> str:
+    name = type(exc).__name__
+    try:
+        return f"{name}: {exc}".rstrip(": ")
+    except Exception:
+        return f"{name}, which has no text"
 
 
 if __name__ == "__main__":

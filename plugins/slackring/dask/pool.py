@@ -497,7 +497,7 @@ class Pool:
     def _error(self, answer: Answer) -> RankError:
         member = self._members[answer.rank]
         details = f"\n{answer.details}" if answer.details else ""
-        return RankError(f"{member.name} {answer.sentence}.{details}", answer.rank)
+        return RankError(f"{member.name} {answer.sentence.rstrip('.')}.{details}", answer.rank)
 
 
 def _visit(dask_worker: Any) -> tuple[dict[str, Any], str | None]:
