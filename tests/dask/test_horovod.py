@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ def endless(rule: str, at: int, fail: Callable[[], Any] | None) -> tuple[int, in
     return step, optimizer.progress.rounds
 
 
+def metrics(client: Client, worker: str) -> str:
+    port = client.run(lambda dask_worker: dask_worker.http_server.port, workers=[worker])[worker]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        return str(page.read().decode())
+
+
 @pytest.mark.parametrize("rule", ["losp", "bsp"])
 def test_a_run_stops_in_an_agreed_round_and_shows_how_far_it_is(
     client: Client, nothing_left: None, tmp_path: Path, rule: str
@@ -98,6 +105,7 @@ def test_a_run_stops_in_an_agreed_round_and_shows_how_far_it_is(
         )
         assert run.board is not None
         assert all("loss" in row.values for row in run.board.rows()[0])
+        assert f'slackring_rank_steps{{rank="1",run="{run.id}"}}' in metrics(client, run.places[1].worker.address)
         run.stop()
         results = run.result(timeout=60)
         assert results[0][1] == results[1][1] > 5
@@ -105,6 +113,7 @@ def test_a_run_stops_in_an_agreed_round_and_shows_how_far_it_is(
         run = executor.run_remote(endless, [rule, 0, None])
         run.stop()  # before there is anything to stop
         assert run.result(timeout=60)
+    assert "slackring_rank_steps{" not in metrics(client, run.places[1].worker.address)
 
 
 @pytest.mark.parametrize(
@@ -130,3 +139,15 @@ def test_a_rank_that_fails_inside_a_run_of_collectives_is_named(
 
 def import_torch() -> None:
     import torch  # noqa: F401
+
+
+def test_a_rank_may_have_loaders_of_several_processes(client: Client, nothing_left: None, tmp_path: Path) -> None:
+    def load() -> int:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        batches = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=4, num_workers=2)
+        return int(sum(x.sum() for (x,) in batches))
+
+    with DaskExecutor(client, 2, out=tmp_path) as executor:
+        assert executor.run(load) == [66, 66]

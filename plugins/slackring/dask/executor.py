@@ -256,7 +256,14 @@ class DaskExecutor:
             assert self._pool is not None
             run.run_on(self._pool)
             contents = await self._pool.call(
-                content, modules, run.what, run.take, ranks=ranks, executable=executable, stopping=run.stopping
+                content,
+                modules,
+                run.what,
+                run.take,
+                run=run.id,
+                ranks=ranks,
+                executable=executable,
+                stopping=run.stopping,
             )
         return [_loaded(rank, result) for rank, result in enumerate(contents)]
 

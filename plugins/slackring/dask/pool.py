@@ -180,6 +180,7 @@ class Pool:
         what: str,
         sink: Sink,
         *,
+        run: str = "",
         ranks: Sequence[int] | None = None,
         executable: bool = False,
         keep: bool = False,
@@ -197,6 +198,8 @@ class Pool:
             What to call it in messages.
         sink
             Takes what the ranks tell meanwhile.
+        run
+            What metrics call it.
         ranks
             Which; all if None.
         executable, keep
@@ -232,6 +235,7 @@ class Pool:
             "archive": b"" if modules.digest == self.modules else modules.archive,
             "generation": generation,
             "what": what,
+            "run": run,
             "executable": executable,
             "keep": keep,
             "stopping": stopping,

@@ -78,7 +78,6 @@ def supervise(seat: Seat) -> None:
             try:
                 _Supervisor(seat, box, folder, wanted).run()
             finally:
-                metrics.forget(seat.pool, seat.rank)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -86,11 +85,12 @@ class _Supervisor:
     def __init__(self, seat: Seat, box: Mailbox, folder: Path, wanted: Callable[[], bool]) -> None:
         self._seat, self._box, self._folder, self._wanted = seat, box, folder, wanted
         self._meeting: Rendezvous | None = None
-        self._calls = 0
+        self._calls, self._run_id = 0, ""
         self._tail = ""
 
     def run(self) -> None:
         with ExitStack() as at_the_end:
+            at_the_end.callback(lambda: metrics.forget(self._run_id, self._seat.rank))
             while self._wanted():
                 for order in self._orders():
                     if order["op"] == "meet":
@@ -139,6 +139,8 @@ class _Supervisor:
         """Put the bytes of an order into files, which the rank removes."""
         if order["op"] != "call":
             return order
+        metrics.forget(self._run_id, self._seat.rank)
+        self._run_id = order["run"]
         self._calls += 1
         files = {"result": str(self._folder / f"result-{self._calls}")}
         for part in ("call", "archive"):
@@ -149,7 +151,7 @@ class _Supervisor:
 
     def _pass_on(self, event: Event) -> None:
         if event["kind"] == "progress":
-            metrics.update(self._seat.pool, self._seat.rank, event)
+            metrics.update(self._run_id, self._seat.rank, event)
         file = event.pop("result", None)
         if file is not None:
             with open(file, "rb") as result:
