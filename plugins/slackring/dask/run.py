@@ -54,7 +54,7 @@ class RunFolder:
                 f"results cannot be written to {str(path)!r}: {exc.strerror}; give another out=."
             ) from exc
         self._files: dict[str, TextIO] = {}
-        self._full = False
+        self._full = self._closed = False
 
     def describe(self, what: str, places: Sequence[Place]) -> None:
         """Say what runs, and where."""
@@ -71,14 +71,17 @@ class RunFolder:
         self._append("run.json", json.dumps({"function": what, "started": started, "ranks": ranks}, indent=1) + "\n")
 
     def take(self, rank: int, event: Event) -> None:
-        """Write what a rank tells."""
+        """Write what a rank tells; not what it still prints when the run is over, and somebody may have moved the folder."""
+        if self._closed:
+            return
         if event["kind"] == "log":
             self._append(f"rank-{rank}.log", event["text"])
         elif event["kind"] in ("report", "warning"):
             self._append("events.jsonl", json.dumps({"rank": rank, **event}) + "\n")
 
     def close(self) -> None:
-        """Close its files."""
+        """Close its files, for good."""
+        self._closed = True
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -99,7 +102,7 @@ class _Messenger:
     """Calls the user's callbacks in a thread of their own, so that a slow one keeps nobody waiting."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
+        self._callbacks, self._abandoned = callbacks, False
         self._reports: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, name="slackring-callbacks", daemon=True)
         if callbacks:
@@ -109,11 +112,16 @@ class _Messenger:
         if self._callbacks:
             self._reports.put(report)
 
+    def abandon(self) -> None:
+        """Have nobody wait: a callback may have ended the run, and waits for that itself."""
+        self._abandoned = True
+
     def close(self) -> None:
         """Wait until all is delivered."""
         if self._callbacks:
             self._reports.put(None)
-            self._thread.join()
+            if not self._abandoned:
+                self._thread.join()
 
     def _deliver(self) -> None:
         while (report := self._reports.get()) is not None:
@@ -246,6 +254,7 @@ class Run:
         try:
             return await work
         except asyncio.CancelledError:
+            self._messenger.abandon()
             raise PoolError(f"{self.what}() was cancelled, and its ranks have ended.") from None
         finally:
             self._written.close()
