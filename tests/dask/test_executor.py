@@ -243,6 +243,85 @@ def test_callbacks_get_what_ranks_report(executor: DaskExecutor, tmp_path: Path)
     assert sorted(json.loads(line)["values"]["loss"] for line in lines) == [0.5, 1.5]
 
 
+def test_a_callback_may_end_the_run(executor: DaskExecutor) -> None:
+    def report() -> None:
+        import slackring as sr
+
+        sr.report(loss=0.5)
+        time.sleep(600)
+
+    run = executor.run_remote(report, callbacks=[lambda told: run.cancel()])
+    with pytest.raises(PoolError, match="was cancelled"):
+        run.result(timeout=20.0)
+
+
+def test_what_is_printed_after_a_run_is_not_of_it(
+    executor: DaskExecutor, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def chatter() -> None:
+        def go_on() -> None:
+            while True:
+                print("still here")
+                time.sleep(0.02)
+
+        threading.Thread(target=go_on, daemon=True).start()
+
+    executor.run(chatter)
+    folder_of(executor, tmp_path).rename(tmp_path / "moved")
+
+    executor.run(time.sleep, [1.0])
+    assert "cannot be written" not in caplog.text
+    assert "still here" in (folder_of(executor, tmp_path) / "rank-0.log").read_text()
+
+
+def test_a_module_that_rank_0_alone_has_needed_reaches_the_others(
+    client: Client, nothing_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needed_once.py").write_text("NUMBER = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def use(executable: dict[str, int]) -> int:
+        import needed_once  # type: ignore[import-not-found]
+
+        return int(needed_once.NUMBER)
+
+    executor = DaskExecutor(client, 2, out=tmp_path / "runs")
+    executor.start(dict)
+    try:
+        assert executor.execute_single(use) == 3
+        assert executor.execute(use) == [3, 3]
+    finally:
+        executor.shutdown()
+
+
+def test_a_worker_that_is_paused_keeps_its_rank(executor: DaskExecutor, client: Client) -> None:
+    def set_status(name: str, dask_worker: Any) -> None:
+        dask_worker.status = type(dask_worker.status)[name]
+
+    first = executor.run(os.getpid)
+    run = executor.run_remote(time.sleep, [2.5])
+    until(lambda: run.board is not None, "ranks are there")
+    client.run(set_status, "paused")
+    try:
+        assert run.result(timeout=20.0) == [None, None]
+    finally:
+        client.run(set_status, "running")
+    assert executor.run(os.getpid) == first
+
+
+def test_a_worker_that_stays_busy_is_not_waited_for_twice(client: Client, nothing_left: None, tmp_path: Path) -> None:
+    busy = client.map(time.sleep, [60.0 + number for number in range(4)])
+    settings = DaskExecutor.create_settings(timeout_s=30.0, placement_timeout_s=1.0)
+    began = time.monotonic()
+    try:
+        with pytest.raises(PoolError, match=r"was not free within 1 s"):
+            DaskExecutor(client, 2, settings=settings, out=tmp_path).start()
+        assert time.monotonic() - began < 10.0
+    finally:
+        client.cancel(busy, force=True)
+        client.restart()
+
+
 def test_an_asynchronous_client_awaits(cluster: LocalCluster, nothing_left: None, tmp_path: Path) -> None:
     async def use() -> Any:
         async with (

@@ -17,7 +17,7 @@ from slackring.dask.placement import Place, place
 from slackring.dask.relay import ping
 from slackring.dask.signing import new_secret
 from slackring.dask.site import Event, Order, Site
-from slackring.dask.supervisor import Seat, supervise
+from slackring.dask.supervisor import HOLDING, Seat, supervise
 from slackring.errors import PoolError, RankError
 
 __all__ = ["Pool", "Settings", "Sink"]
@@ -67,8 +67,9 @@ class _Member:
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         """Set once the rank is no more: it has died, or its worker has."""
         self.gone = asyncio.Event()
-        """Set while it has no supervisor on the worker."""
-        self.gone.set()
+        """Set once it has no supervisor on the worker any more."""
+        self.modules: str | None = None
+        """Digest of the user's modules that it has; None until a call brings some."""
         self.answer: asyncio.Future[Answer] | None = None
         self.content = bytearray()
 
@@ -103,11 +104,6 @@ class Pool:
         See :func:`slackring.dask.placement.place`.
     environment
         Variables for every rank.
-
-    Attributes
-    ----------
-    modules : str or None
-        Digest of the user's modules that the ranks have; None until the first call brings some.
     """
 
     def __init__(
@@ -119,7 +115,6 @@ class Pool:
         environment: Mapping[str, str],
     ) -> None:
         self.name = f"pool-{secrets.token_hex(4)}"
-        self.modules: str | None = None
         self._client, self._number, self._settings, self._use_gpu = client, number, settings, use_gpu
         self._environment = environment
         self._secret = new_secret()
@@ -141,7 +136,7 @@ class Pool:
 
     def has_others_than(self, modules: Bundle) -> bool:
         """Whether its ranks have imported other modules of the user's, or what these were before they changed."""
-        return bool(modules.archive) and self.modules not in (None, modules.digest)
+        return bool(modules.archive) and any(member.modules not in (None, modules.digest) for member in self._members)
 
     async def open(self) -> None:
         """Start the ranks.
@@ -232,7 +227,6 @@ class Pool:
         order = {
             "op": "call",
             "call": content,
-            "archive": b"" if modules.digest == self.modules else modules.archive,
             "generation": generation,
             "what": what,
             "run": run,
@@ -240,10 +234,8 @@ class Pool:
             "keep": keep,
             "stopping": stopping,
         }
-        if modules.archive:
-            self.modules = modules.digest
         # Beside the answers, since Dask tries for long to reach a worker that has just died.
-        ordering = asyncio.create_task(self._open_and_order(order, members))
+        ordering = asyncio.create_task(self._open_and_order(order, modules, members))
         try:
             came = await self._answers(answers)
         except BaseException:
@@ -292,13 +284,16 @@ class Pool:
         """
         if self.whole and not kill:
             with contextlib.suppress(Exception):
-                await self._order({"op": "quit"})
-                await asyncio.wait([member.over for member in self._members], timeout=_FAREWELL)
+                async with asyncio.timeout(_FAREWELL):  # also for a worker that does not answer
+                    await self._order({"op": "quit"})
+                    await asyncio.wait([member.over for member in self._members])
         if self._futures:
             with contextlib.suppress(Exception):
                 await self._client.cancel(self._futures, force=True)
-            gone = [asyncio.create_task(member.gone.wait()) for member in self._members]
-            await asyncio.wait(gone, timeout=self._settings.timeout_s)
+            # Those that never had their worker have started nothing, and do not begin any more.
+            gone = [asyncio.create_task(member.gone.wait()) for member in self._members if member.held.is_set()]
+            if gone:
+                await asyncio.wait(gone, timeout=self._settings.timeout_s)
             for task in gone:
                 task.cancel()
         for background in self._tasks:
@@ -315,7 +310,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.placement_timeout_s
         wanted = self._number or 1
-        while len(there := await self._running()) < wanted:
+        while len(there := await self._workers_that_are("running")) < wanted:
             if loop.time() > deadline:
                 raise PoolError(
                     f"{wanted} workers are needed, and the cluster has {len(there)} after "
@@ -329,9 +324,9 @@ class Pool:
         free = [worker for worker in workers if _part(told[worker.address], 1) is None]
         return free if self._number is not None and len(free) >= self._number else workers
 
-    async def _running(self) -> list[str]:
+    async def _workers_that_are(self, *status: str) -> list[str]:
         workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
-        return [address for address, worker in workers.items() if worker["status"] == "running"]
+        return [address for address, worker in workers.items() if worker["status"] in status]
 
     async def _meet(self) -> tuple[str, int]:
         """Have rank 0's supervisor open the place where ranks find each other, and see that all of them can reach it.
@@ -353,12 +348,17 @@ class Pool:
                 )
         return host, first.port
 
-    async def _open_and_order(self, order: Order, members: Sequence[_Member]) -> None:
+    async def _open_and_order(self, order: Order, modules: Bundle, members: Sequence[_Member]) -> None:
         first, sizes = self._members[0], _scope_sizes(self.places)
         first.open.clear()
         await self._order({"op": "open", "generation": order["generation"], "scope_sizes": sizes}, [first])
         await first.open.wait()
-        await self._order(order, members)
+        have = [member for member in members if not modules.archive or member.modules == modules.digest]
+        lack = [member for member in members if member not in have]
+        for member in lack:
+            member.modules = modules.digest
+        await self._order({**order, "archive": b""}, have)
+        await self._order({**order, "archive": modules.archive}, lack)
 
     async def _hold(self) -> None:
         """Take the workers, one after the other in the same order as everybody, so that no two pools wait for each other."""
@@ -370,7 +370,6 @@ class Pool:
                 workers=[worker.address], pure=False, retries=0, priority=100,
             )  # fmt: skip
             self._futures.append(future)
-            member.gone.clear()
             self._tasks += [
                 asyncio.create_task(self._read(member)),
                 asyncio.create_task(self._await_supervisor(member, future)),
@@ -491,7 +490,7 @@ class Pool:
         """Notice workers that are no longer there; their ranks end by themselves."""
         while True:
             await asyncio.sleep(_LOOK)
-            there = await self._running()
+            there = await self._workers_that_are(*HOLDING)
             for member in self._members:
                 if member.place.worker.address not in there:
                     sentence = "has lost its worker, which has died or left the cluster"

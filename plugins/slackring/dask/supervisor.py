@@ -19,11 +19,14 @@ from slackring.dask.rendezvous import Rendezvous
 from slackring.dask.site import Event, Mailbox, Order, Site
 from slackring.errors import PoolError
 
-__all__ = ["Seat", "supervise"]
+__all__ = ["HOLDING", "Seat", "supervise"]
+
+HOLDING = ("running", "paused")
+"""What a worker's status is while its rank goes on: Dask pauses one that has much in memory, which begins nothing new then."""
 
 _TICK = 0.1  # seconds between two looks at the rank
 _CHUNK = 1 << 20  # bytes of a result that are sent at once
-_TAIL = 60  # lines of the log that tell why a rank has died
+_TAIL, _TAIL_LENGTH = 60, 20_000  # lines, and characters, of the log that tell why a rank has died
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI_", "SLURM_", "SLACKRING_")  # what their variables begin with
 _OF_OTHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -68,7 +71,7 @@ def supervise(seat: Seat) -> None:
 
     def wanted() -> bool:
         task = worker.state.tasks.get(key)
-        return task is not None and task.state in ("executing", "long-running") and worker.status.name == "running"
+        return task is not None and task.state in ("executing", "long-running") and worker.status.name in HOLDING
 
     site = Site.of(worker)
     with site.mailbox(seat.pool) as box, site.held(seat.pool, wanted) as held:
@@ -166,7 +169,8 @@ class _Supervisor:
             text = child.printed()
             if not text:
                 return
-            self._tail = "\n".join((self._tail + text).splitlines()[-_TAIL:]) + ("\n" if text.endswith("\n") else "")
+            lines = (self._tail + text).splitlines(keepends=True)
+            self._tail = "".join(lines[-_TAIL:])[-_TAIL_LENGTH:]
             self._box.put({"kind": "log", "text": text})
 
     def _room(self) -> bool:
