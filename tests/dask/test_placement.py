@@ -110,7 +110,8 @@ def test_horovod_gets_no_colon() -> None:
 
 def test_interfaces_can_be_given() -> None:
     (found,) = place([replace(worker("10.0.0.1", "w1"), interface=None)], 1)
-    assert found.environment(nics=["ib0", "ib1"])["HOROVOD_GLOO_IFACE"] == "ib0,ib1"
+    given = found.environment(nics=["ib0", "ib1"])
+    assert (given["HOROVOD_GLOO_IFACE"], given["NCCL_SOCKET_IFNAME"]) == ("ib0", "ib0,ib1")
     with pytest.raises(PoolError, match=r"worker 'w1' .* has the address 10.0.0.1; .*nics="):
         found.environment()
 

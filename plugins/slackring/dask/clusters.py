@@ -174,7 +174,7 @@ def _start(document: Mapping[str, Any], path: Path, workers: int | None) -> Clus
     tls = tls_settings(document.get("security", {}), path)
     if hasattr(target, "job_cls"):
         kwargs |= _for_jobs(target, kwargs, config, where)
-    if issubclass(target, distributed.LocalCluster):
+    if isinstance(target, type) and issubclass(target, distributed.LocalCluster):
         given = kwargs.get("preload", ())
         kwargs["preload"] = [*([given] if isinstance(given, str) else given), "slackring.dask.preload"]
     own = own_arguments(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,17 +258,16 @@ class Pool:
         """Wait for all answers, or for one that is a failure and those that follow at once; in the order in which they come."""
         came: list[Answer] = []
         waiting = set(pending)
-        deadline: float | None = None
         loop = asyncio.get_running_loop()
-        while waiting:
-            left = None if deadline is None else deadline - loop.time()
-            if left is not None and left <= 0:
-                break
-            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        deadline = math.inf
+        while waiting and (left := deadline - loop.time()) > 0:
+            timeout = None if left == math.inf else left
+            done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             came += [answer.result() for answer in done]
-            if deadline is None and culprit(came) is not None:
-                patience = _PATIENCE if all(answer.of_peers for answer in came if answer.kind != "done") else _SOON
-                deadline = loop.time() + min(patience, self._settings.timeout_s / 2)
+            guilty = culprit(came)
+            if guilty is not None:
+                patience = min(_PATIENCE if guilty.of_peers else _SOON, self._settings.timeout_s / 2)
+                deadline = min(deadline, loop.time() + patience)
         return came
 
     async def wish_to_stop(self) -> None:
