@@ -16,6 +16,9 @@ MARK = "STARTED_BY_TESTS"  # environment variable that workers and their ranks i
 PATIENCE = 20.0  # seconds until what should come counts as missing
 
 
+os.environ[MARK] = str(os.getpid())
+
+
 def until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + patience
@@ -51,7 +54,6 @@ def ports() -> set[int]:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """Four workers of one thread each."""
-    os.environ[MARK] = str(os.getpid())
     with LocalCluster(
         n_workers=4, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, silence_logs=50
     ) as made:

@@ -144,20 +144,38 @@ def test_what_a_rank_has_started_ends_with_it(executor: DaskExecutor, tmp_path: 
     until(lambda: not any(map(psutil.pid_exists, pids)), "no child of a rank is left")
 
 
-def test_a_worker_that_dies(executor: DaskExecutor, client: Client) -> None:
-    for _ in range(TIMES):
-        executor.run(int)
-        run = executor.run_remote(time.sleep, [3600])
-        until(lambda run=run: len(run.places) == 2, "the run has ranks")
-        address = run.places[1].worker.address
-        pid = client.run(os.getpid, workers=[address])[address]
-        began = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RankError, match=r"rank 1 on worker .* has lost its worker") as caught:
-            run.result()
-        assert caught.value.rank == 1
-        assert time.monotonic() - began < TIMEOUT
-        client.wait_for_workers(4, timeout=60)
+@pytest.mark.parametrize("times", [TIMES // 4] * 4, ids=range(4))  # Dask gives a worker up after some 15 times
+def test_a_worker_that_dies(tmp_path: Path, times: int) -> None:
+    settings = DaskExecutor.create_settings(timeout_s=TIMEOUT)
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, silence_logs=50
+        ) as cluster,
+        Client(cluster) as client,
+        DaskExecutor(client, 2, settings=settings, out=tmp_path / "runs") as executor,
+    ):
+        for _ in range(times):
+            client.wait_for_workers(2, timeout=60)
+            until(lambda: all(map(settled, cluster.workers.values())), "nannies have seen their workers run")
+            executor.run(int)
+            run = executor.run_remote(time.sleep, [3600])
+            until(lambda run=run: len(run.places) == 2, "the run has ranks")
+            address = run.places[1].worker.address
+            pid = client.run(os.getpid, workers=[address])[address]
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(RankError, match=r"rank 1 on worker .* has lost its worker") as caught:
+                run.result()
+            assert caught.value.rank == 1
+            assert time.monotonic() - began < TIMEOUT
+            until(lambda address=address: address not in client.scheduler_info(n_workers=-1)["workers"], "it is gone")
+            until(lambda: not rank_processes(), "no rank is left", TIMEOUT)
+    until(lambda: not rank_processes(), "no rank is left", TIMEOUT)
+
+
+def settled(nanny: Any) -> bool:
+    """Whether Dask would restart the worker if it died now."""
+    return nanny.process is not None and nanny.process.status.name == "running"
 
 
 def test_a_rank_that_dies_between_two_runs_is_replaced(executor: DaskExecutor) -> None:
@@ -193,7 +211,13 @@ def script(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[], subpr
 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, str(file), cluster.scheduler_address, str(tmp_path / "out")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as from a terminal
+        )
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
