@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -320,6 +321,57 @@ def test_a_worker_that_stays_busy_is_not_waited_for_twice(client: Client, nothin
     finally:
         client.cancel(busy, force=True)
         client.restart()
+
+
+def test_a_worker_that_does_not_answer_is_named_and_not_waited_for(
+    client: Client, nothing_left: None, tmp_path: Path
+) -> None:
+    settings = DaskExecutor.create_settings(timeout_s=3.0, placement_timeout_s=3.0)
+    executor = DaskExecutor(client, 4, settings=settings, out=tmp_path)
+    executor.start()
+    pids = client.run(os.getpid)
+    address, pid = next(iter(pids.items()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        executor.shutdown()
+        with pytest.raises(PoolError, match=f"{address} does not answer within 3 s"):
+            DaskExecutor(client, 4, settings=settings, out=tmp_path).start()
+        assert time.monotonic() - began < 20.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_an_order_that_does_not_arrive_is_no_reason_to_wait(executor: DaskExecutor, client: Client) -> None:
+    def break_(dask_worker: Any) -> None:
+        async def refuse(**order: Any) -> None:
+            raise RuntimeError("no orders today")
+
+        dask_worker.handlers["slackring_order"] = refuse
+
+    def mend(dask_worker: Any) -> None:
+        dask_worker.handlers["slackring_order"] = dask_worker.extensions["slackring"]._order
+
+    run = executor.run_remote(rank)
+    run.result()
+    broken = run.places[1].worker.address
+    client.run(break_, workers=[broken])
+    try:
+        with pytest.raises(RankError, match=r"rank 1 on .* has lost its worker"):
+            executor.run_remote(rank).result(timeout=20.0)
+    finally:
+        client.run(mend, workers=[broken])
+
+
+def test_a_closed_client_is_named(cluster: LocalCluster, nothing_left: None, tmp_path: Path) -> None:
+    with Client(cluster) as client:
+        executor = DaskExecutor(client, 2, out=tmp_path)
+        executor.start()
+    with pytest.raises(PoolError, match="the client of this executor is closed"):
+        executor.run(rank)
+    with pytest.raises(PoolError, match="the client of this executor is closed"):
+        executor.start()
+    executor.shutdown()
 
 
 def test_an_asynchronous_client_awaits(cluster: LocalCluster, nothing_left: None, tmp_path: Path) -> None:

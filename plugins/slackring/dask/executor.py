@@ -110,6 +110,7 @@ class DaskExecutor:
         HorovodMissingError
             If a worker lacks Horovod.
         """
+        self._check_client()
         self._environment = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         modules = self._bundled(executable_cls, executable_args, executable_kwargs)
         if executable_cls is not None:
@@ -203,6 +204,7 @@ class DaskExecutor:
     ) -> Run:
         if not self._started:
             raise PoolError("this executor has no ranks: use it in a with block, or call start() first.")
+        self._check_client()
         if executable and self._executable is None:
             raise PoolError("there is no executable: give start() an executable_cls=, or use run().")
         what = getattr(fn, "__name__", type(fn).__name__)
@@ -212,6 +214,12 @@ class DaskExecutor:
         run.begin(self._carry_out(run, content, modules, executable, ranks))
         self._runs = [*(earlier for earlier in self._runs if not earlier.done()), run]
         return run
+
+    def _check_client(self) -> None:
+        if self._client.status in ("closing", "closed"):
+            raise PoolError(
+                "the client of this executor is closed, and its ranks have ended; make an executor of another."
+            )
 
     def _bundled(self, *what: Any) -> Bundle:
         """The user's modules for a call, and for those before it: ranks that have some need not be started anew for others."""

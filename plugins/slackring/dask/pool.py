@@ -83,6 +83,10 @@ class _Member:
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(answer)
 
+    def lose(self) -> None:
+        """Take note that its worker is no more, or cannot be reached."""
+        self.end(Answer(self.place.rank, "lost", sentence="has lost its worker, which has died or left the cluster"))
+
     def end(self, answer: Answer) -> None:
         """Take note that the rank is no more."""
         if not self.over.done():
@@ -317,7 +321,7 @@ class Pool:
                     f"{self._settings.placement_timeout_s:g} s; ask for fewer ranks, or scale the cluster up."
                 )
             await asyncio.sleep(_LOOK / 4)
-        told = await self._client.run(_visit, workers=there, on_error="return")
+        told = await self._run_on(there, _visit)
         workers = read_answers({address: _part(answer, 0) for address, answer in told.items()})
         for warning in check_alike(workers):
             log.warning("%s", warning)
@@ -327,6 +331,19 @@ class Pool:
     async def _workers_that_are(self, *status: str) -> list[str]:
         workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
         return [address for address, worker in workers.items() if worker["status"] in status]
+
+    async def _run_on(self, addresses: Sequence[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        """Have workers call a function; give what it returns or raises, by their addresses."""
+        seconds = self._settings.placement_timeout_s
+
+        async def ask(address: str) -> Any:
+            asking = self._client.run(fn, *args, workers=[address], on_error="return")
+            try:
+                return (await asyncio.wait_for(asking, seconds))[address]
+            except TimeoutError:
+                raise PoolError(f"the worker at {address} does not answer within {seconds:g} s; end it.") from None
+
+        return dict(zip(addresses, await asyncio.gather(*map(ask, addresses)), strict=True))
 
     async def _meet(self) -> tuple[str, int]:
         """Have rank 0's supervisor open the place where ranks find each other, and see that all of them can reach it.
@@ -338,7 +355,7 @@ class Pool:
         await self._order({"op": "meet", "host": host, "secret": self._secret}, [first])
         await self._within(self._until(first, first.meeting), first, "did not open a port")
         addresses = [member.place.worker.address for member in self._members]
-        answers = await self._client.run(_ping, host, first.port, self._secret, workers=addresses, on_error="return")
+        answers = await self._run_on(addresses, _ping, host, first.port, self._secret)
         for member in self._members:
             trouble = answers.get(member.place.worker.address)
             if trouble is not None:
@@ -349,6 +366,16 @@ class Pool:
         return host, first.port
 
     async def _open_and_order(self, order: Order, modules: Bundle, members: Sequence[_Member]) -> None:
+        """Tell ranks to call; what prevents that is their answer."""
+        try:
+            await self._open_and_order_call(order, modules, members)
+        except Exception as exc:  # of whatever kind: they would be waited for without end
+            for member in members:
+                member.settle(
+                    Answer(member.place.rank, "lost", sentence=f"cannot be told to call: {type(exc).__name__}: {exc}")
+                )
+
+    async def _open_and_order_call(self, order: Order, modules: Bundle, members: Sequence[_Member]) -> None:
         first, sizes = self._members[0], _scope_sizes(self.places)
         first.open.clear()
         await self._order({"op": "open", "generation": order["generation"], "scope_sizes": sizes}, [first])
@@ -418,10 +445,14 @@ class Pool:
 
     async def _order(self, order: Order, members: Sequence[_Member] | None = None) -> None:
         those = self._members if members is None else members
-        addresses = [member.place.worker.address for member in those if not member.over.done()]
+        there = {member.place.worker.address: member for member in those if not member.over.done()}
         message = {"op": "slackring_order", "pool": self.name, "order": order}
+        seconds = None if order["op"] == "call" else self._settings.timeout_s  # a call may be large
         with contextlib.suppress(OSError):  # without a scheduler all ranks are lost, which is noticed by itself
-            await self._client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")
+            async with asyncio.timeout(seconds):
+                heard = await self._client.scheduler.broadcast(msg=message, workers=list(there), on_error="ignore")
+            for address in there.keys() - heard.keys():
+                there[address].lose()
 
     async def _read(self, member: _Member) -> None:
         """Take a rank's events until there are no more."""
@@ -437,9 +468,7 @@ class Pool:
                     break
         except Exception as exc:  # of whatever kind the connection's end is
             log.debug("%s: %s", member.name, exc)
-        member.end(
-            Answer(member.place.rank, "lost", sentence="has lost its worker, which has died or left the cluster")
-        )
+        member.lose()
         member.gone.set()
 
     def _take(self, member: _Member, event: Event) -> None:
@@ -493,8 +522,7 @@ class Pool:
             there = await self._workers_that_are(*HOLDING)
             for member in self._members:
                 if member.place.worker.address not in there:
-                    sentence = "has lost its worker, which has died or left the cluster"
-                    member.end(Answer(member.place.rank, "lost", sentence=sentence))
+                    member.lose()
                     member.gone.set()
 
     def _error(self, answer: Answer) -> RankError:
