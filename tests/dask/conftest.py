@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -76,15 +77,15 @@ def nothing_left(client: Client, tmp_path: Path) -> Iterator[None]:
     until(lambda: rank_processes() <= before[0], "no process of a rank is left")
     until(lambda: ports() <= before[1], "no port is left")
     client.wait_for_workers(4, timeout=60)
-    folders = client.run(
-        lambda dask_worker: [str(path) for path in Path(dask_worker.local_directory).glob("slackring-*")]
-    )
-    assert not any(folders.values()), f"files are left: {folders}"
-    holders = client.run(_holder)
-    assert not any(holders.values()), f"workers are held: {holders}"
+    until(lambda: not any(client.run(_folders).values()), "no file is left")
+    until(lambda: not any(client.run(_holder).values()), "no worker is held")
 
 
 def _holder(dask_worker: object) -> str | None:
     from slackring.dask.site import Site
 
     return Site.of(dask_worker).holder
+
+
+def _folders(dask_worker: Any) -> list[str]:
+    return [str(path) for path in Path(dask_worker.local_directory).glob("slackring-*")]
