@@ -112,6 +112,15 @@ def test_what_cannot_be_sent_is_told_before_anything_runs(executor: DaskExecutor
     assert executor.run(rank) == [0, 1]
 
 
+def test_an_endless_text_of_an_error_is_cut(executor: DaskExecutor) -> None:
+    def fail() -> None:
+        raise ValueError("x" * 30_000_000)
+
+    with pytest.raises(RankError, match="raised ValueError: xxx") as caught:
+        executor.run(fail)
+    assert len(str(caught.value)) < 100_000
+
+
 def test_a_class_that_is_not_here_is_told(executor: DaskExecutor) -> None:
     def strange() -> Any:
         import types

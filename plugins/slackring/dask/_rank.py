@@ -24,6 +24,7 @@ from slackring.errors import PoolError
 from slackring.optim.ambient import stop_wish
 
 _BUFFER = 1 << 16
+_LONGEST = 20_000  # characters of an error or of its traceback
 _OF_PEERS = {"HorovodInternalError", "RingError"}  # what ranks raise because another one has failed
 
 
@@ -162,7 +163,8 @@ def _told(exc: BaseException, file: Path) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # the user's code may have closed it
         print(text, file=sys.stderr, flush=True)
     of_peers = bool(_OF_PEERS.intersection(cls.__name__ for cls in type(exc).__mro__))
-    told = {"error": _sentence(exc), "text": text, "of_peers": of_peers}
+    # All of it is in the log.
+    told = {"error": _sentence(exc)[:_LONGEST], "text": text[-_LONGEST:], "of_peers": of_peers}
     try:
         content = cloudpickle.dumps(exc)
         cloudpickle.loads(content)

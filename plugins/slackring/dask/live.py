@@ -16,7 +16,7 @@ from slackring.dask.board import Board
 
 __all__ = ["Live", "show"]
 
-_PAGE_WIDTH = 120  # characters
+_PAGE_WIDTH = 100  # characters; what a page of JupyterLab shows beside its panels
 _FORMAT = '<pre style="white-space:pre; font-family:monospace; line-height:1.3; margin:0">{code}</pre>'
 
 
