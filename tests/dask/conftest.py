@@ -17,7 +17,7 @@ MARK = "STARTED_BY_TESTS"  # environment variable that workers and their ranks i
 PATIENCE = 20.0  # seconds until what should come counts as missing
 
 
-os.environ[MARK] = str(os.getpid())
+os.environ.setdefault(MARK, str(os.getpid()))  # workers import this, too
 
 
 def until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
@@ -35,7 +35,7 @@ def rank_processes() -> set[int]:
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_ZOMBIE or "slackring.dask._rank" not in process.cmdline():
                 continue
-            if process.environ().get(MARK) == str(os.getpid()):
+            if process.environ().get(MARK) == os.environ[MARK]:
                 found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
     return found
 

@@ -221,7 +221,9 @@ def script(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[], subpr
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        assert len(rank_processes()) == 2
+        if len(rank_processes()) != 2:
+            process.kill()
+            pytest.fail(f"{rank_processes()} are the ranks of a script that says:\n{process.communicate()[1]}")
         return process
 
     yield start
