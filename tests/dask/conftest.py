@@ -52,7 +52,7 @@ def ports() -> set[int]:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """Four workers of one thread each."""
     with LocalCluster(
