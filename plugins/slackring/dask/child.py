@@ -75,11 +75,6 @@ class Child:
         self._log.close()
 
     @property
-    def pid(self) -> int:
-        """Its process number."""
-        return self._process.pid
-
-    @property
     def code(self) -> int | None:
         """Its exit code, minus the signal's number if one ended it; None while it runs."""
         return self._process.poll()

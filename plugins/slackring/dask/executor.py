@@ -41,7 +41,7 @@ class DaskExecutor:
         Whether each rank has a GPU of its own, which is number ``hvd.local_rank()``. None uses GPUs where there are enough;
         False hides them.
     modules
-        Names of further modules of the user's that ranks import: needed for those that only a function body imports.
+        Names of further modules of the user's that ranks import: needed for those that are imported by a computed name.
     out
         Folder for the runs' folders.
 
@@ -54,7 +54,7 @@ class DaskExecutor:
 
     Notes
     -----
-    If a rank fails, all ranks end, and the next call starts new ones, without the executable of the old ones' if there was one.
+    If a rank fails, all ranks end, and the next call starts new ones, with a new executable if there was one.
     """
 
     def __init__(
