@@ -620,7 +620,7 @@ def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:
 
 def _new_run(config: TrainConfig) -> str:
     """Make up the name of a run's folder."""
-    from slackring.lab.runs import new_name
+    from slackring.naming import new_name
 
     return new_name(config.parsed_rule().name.replace("/", "-"), f"seed{config.seed}")
 

@@ -11,8 +11,9 @@ import pytest
 from slackring.errors import DataError, OutputError
 from slackring.lab.checkpoint import RunFolder
 from slackring.lab.config import SINGLE_RANK_LR, TrainConfig
-from slackring.lab.runs import check_writable, load_run, new_folder, new_name, save_run
+from slackring.lab.runs import check_writable, load_run, new_folder, save_run
 from slackring.lab.train import train_virtual
+from slackring.naming import new_name
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +14,7 @@ from slackring.dask.code import Bundle, bundle, dump_call
 from slackring.dask.pool import Pool, Settings
 from slackring.dask.run import Callback, Run
 from slackring.errors import PoolError
+from slackring.naming import new_name
 
 __all__ = ["DaskExecutor"]
 
@@ -209,8 +208,7 @@ class DaskExecutor:
             raise PoolError("there is no executable: give start() an executable_cls=, or use run().")
         what = getattr(fn, "__name__", type(fn).__name__)
         content, modules = dump_call(fn, args, kwargs), self._bundled(fn, *args, kwargs)
-        name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{what.strip('<>')}-{secrets.token_hex(2)}"
-        run = Run(self._client, self._out / name, what, callbacks)
+        run = Run(self._client, self._out / new_name(what.strip("<>")), what, callbacks)
         run.begin(self._carry_out(run, content, modules, executable, ranks))
         self._runs = [*(earlier for earlier in self._runs if not earlier.done()), run]
         return run

@@ -17,9 +17,10 @@ from slackring.lab.choices import parse_choice, refuse_off_virtual
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import Launch, require_horovod, run_name, run_on_horovod, run_virtual
-from slackring.lab.runs import Run, load_run, new_folder, new_name, whole, write_json, writing
+from slackring.lab.runs import Run, load_run, new_folder, whole, write_json, writing
 from slackring.lab.summary import accuracy_at
 from slackring.lab.train import train_virtual
+from slackring.naming import new_name
 
 __all__ = ["CompareConfig", "Comparison", "Row", "Tuned", "compare", "load_comparison", "tune"]
 

@@ -36,7 +36,6 @@ __all__ = [
     "git_revision",
     "load_run",
     "new_folder",
-    "new_name",
     "save_run",
     "whole",
     "write_json",
@@ -143,11 +142,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def new_name(*words: str) -> str:
-    """Make a name that no other run has: the time, what it is about, and a few random digits."""
-    return "-".join((time.strftime("%Y%m%d-%H%M%S", time.gmtime()), *words, secrets.token_hex(2)))
 
 
 def check_writable(out: Path) -> None:
