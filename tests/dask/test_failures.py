@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -170,6 +171,14 @@ def test_a_worker_that_dies(tmp_path: Path, times: int) -> None:
             assert time.monotonic() - began < TIMEOUT
             until(lambda address=address: address not in client.scheduler_info(n_workers=-1)["workers"], "it is gone")
             until(lambda: not rank_processes(), "no rank is left", TIMEOUT)
+        # Between two runs, it is the next run's to get another.
+        client.wait_for_workers(2, timeout=60)
+        until(lambda: all(map(settled, cluster.workers.values())), "nannies have seen their workers run")
+        run = executor.run_remote(int)
+        run.result()
+        address = run.places[1].worker.address
+        os.kill(client.run(os.getpid, workers=[address])[address], signal.SIGKILL)
+        assert executor.run(int) == [0, 0]
     until(lambda: not rank_processes(), "no rank is left", TIMEOUT)
 
 
@@ -178,13 +187,28 @@ def settled(nanny: Any) -> bool:
     return nanny.process is not None and nanny.process.status.name == "running"
 
 
-def test_a_rank_that_dies_between_two_runs_is_replaced(executor: DaskExecutor) -> None:
-    for _ in range(TIMES):
+def test_a_rank_that_dies_between_two_runs_is_replaced(
+    executor: DaskExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "slackring"):
+        for _ in range(TIMES):
+            pids = executor.run(os.getpid)
+            os.kill(pids[1], signal.SIGKILL)
+            again = executor.run(os.getpid)
+            assert pids[1] not in again
+    told = [message for message in caplog.messages if "Starting all ranks anew" in message]
+    assert len(told) == TIMES
+    assert "rank 1 on worker 1" in told[0] and "died: SIGKILL" in told[0]
+
+
+def test_a_rank_that_is_stopped_between_two_runs_is_replaced(
+    client: Client, nothing_left: None, tmp_path: Path
+) -> None:
+    settings = DaskExecutor.create_settings(timeout_s=1)
+    with DaskExecutor(client, 2, settings=settings, out=tmp_path / "runs") as executor:
         pids = executor.run(os.getpid)
-        os.kill(pids[1], signal.SIGKILL)
-        until(lambda pid=pids[1]: not psutil.pid_exists(pid), "it is dead")
-        again = executor.run(os.getpid)
-        assert pids[1] not in again
+        os.kill(pids[0], signal.SIGSTOP)
+        assert not {*pids} & {*executor.run(os.getpid)}
 
 
 SCRIPT = """

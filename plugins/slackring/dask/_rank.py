@@ -92,6 +92,9 @@ def main(pipe: int) -> int:
         if order["op"] == "rest":
             _rest()
             continue
+        if order["op"] == "ready":
+            supervisor.tell({"kind": "ready"})
+            continue
         relay.generation = order["generation"]
         supervisor.begin(order)
         result = Path(order["result"])

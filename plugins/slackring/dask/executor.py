@@ -257,7 +257,7 @@ class DaskExecutor:
         self, run: Run, content: bytes, modules: Bundle, executable: bool, ranks: Sequence[int] | None
     ) -> list[Any]:
         async with self._lock():
-            if self._pool is None or not self._pool.whole or self._pool.has_others_than(modules):
+            if self._pool is None or self._pool.has_others_than(modules) or not await self._pool.ready():
                 await self._renew(modules)
             assert self._pool is not None
             run.run_on(self._pool)

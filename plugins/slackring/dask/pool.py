@@ -63,7 +63,7 @@ class _Member:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.held, self.started, self.meeting, self.open = (asyncio.Event() for _ in range(4))
+        self.held, self.started, self.meeting, self.open, self.ready = (asyncio.Event() for _ in range(5))
         self.port = 0
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         """Set once the rank is no more: it has died, or its worker has."""
@@ -126,18 +126,13 @@ class Pool:
         self._members: list[_Member] = []
         self._futures: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._calls, self._kept = 0, False
+        self._calls, self._kept, self._closed = 0, False, False
         self._sink: Sink = lambda rank, event: None
 
     @property
     def places(self) -> list[Place]:
         """Where the ranks are, by rank."""
         return [member.place for member in self._members]
-
-    @property
-    def whole(self) -> bool:
-        """Whether all ranks are there."""
-        return bool(self._members) and not any(member.over.done() for member in self._members)
 
     def has_others_than(self, modules: Bundle) -> bool:
         """Whether its ranks have imported other modules of the user's, or what these were before they changed."""
@@ -172,6 +167,27 @@ class Pool:
         except BaseException:
             await asyncio.shield(self.close(kill=True))
             raise
+
+    async def ready(self) -> bool:
+        """Ask every rank whether it can take a call; if one cannot, end all of them.
+
+        What becomes of a rank between two calls is not known at once, and is no fault of the next call's.
+        """
+        if self._closed:
+            return False
+        for member in self._members:
+            member.ready.clear()
+        asking = asyncio.create_task(self._order({"op": "ready"}))  # not waited for, as in a call
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await asyncio.gather(*(self._until(member, member.ready) for member in self._members))
+        except (RankError, TimeoutError) as exc:
+            log.warning("Starting all ranks anew: %s", str(exc) or "one that has nothing to do does not answer.")
+            await self.close(kill=True)
+            return False
+        finally:
+            asking.cancel()
+        return True
 
     async def call(
         self,
@@ -286,7 +302,9 @@ class Pool:
         kill
             Do not let them end by themselves.
         """
-        if self.whole and not kill:
+        self._closed = True
+        whole = self._members and not any(member.over.done() for member in self._members)
+        if whole and not kill:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_FAREWELL):  # also for a worker that does not answer
                     await self._order({"op": "quit"})
@@ -483,6 +501,8 @@ class Pool:
                 member.open.set()
             case "started":
                 member.started.set()
+            case "ready":
+                member.ready.set()
             case "result":
                 member.content += event["data"]
             case "done":
