@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.multirank.launchers import horovodrun
+from tests.multirank.launchers import horovodrun, torchrun
 
 import slackring as sr
 from slackring.ring import polling
@@ -117,21 +117,30 @@ def test_horovod_457_ranks_that_wait_say_for_which_round_and_go_on_when_it_comes
 
 
 EXIT = """
-import torch, horovod.torch as hvd, slackring as sr
-hvd.init()
+import time, torch, slackring as sr
+{init}
 x = torch.nn.Parameter(torch.zeros(4))
 optimizer = sr.DistributedOptimizer(torch.optim.SGD([x], lr=0.1), {rule!r})
 for _ in range(5):
     optimizer.zero_grad()
     x.sum().backward()
     optimizer.step()
+    if sr.ring().rank == 0:
+        time.sleep(0.3)
 print("the end")
 """
+INIT = {
+    horovodrun: "import horovod.torch as hvd; hvd.init()",
+    torchrun: "torch.distributed.init_process_group('gloo')",
+}
 
 
+@pytest.mark.parametrize("start", INIT)
 @pytest.mark.parametrize("rule", ["relaxed:steps=1,staleness=2,compensation=1", "bsp"])
-def test_bagua_110_a_script_ends_cleanly_without_a_call(rule):
+def test_bagua_110_a_script_ends_cleanly_without_a_call(start, rule, tmp_path):
     """https://github.com/BaguaSys/bagua/pull/110: rounds are in flight at the end; exit code 0, and no abort() is needed."""
-    done = horovodrun(2, "-c", EXIT.format(rule=rule), timeout=60)
+    script = tmp_path / "script.py"
+    script.write_text(EXIT.format(init=INIT[start], rule=rule))
+    done = start(2, str(script), timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the end") == 2

@@ -68,6 +68,11 @@ class HorovodRing(PolledRing[int]):
         self.rank, self.size = int(self._set.rank()), int(self._set.size())
         self._subsets: weakref.WeakKeyDictionary[Any, HorovodRing] = weakref.WeakKeyDictionary()
 
+    @property
+    def current(self) -> bool:
+        """Whether Horovod is still initialised."""
+        return bool(self._hvd.is_initialized())
+
     def subset(self, process_set: Any) -> HorovodRing:
         """Give this rank's place on the ring of a process set that Horovod knows."""
         if not isinstance(process_set, self._hvd.ProcessSet):
@@ -107,21 +112,21 @@ class HorovodRing(PolledRing[int]):
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         tensor, name = tensor.detach().contiguous(), "slackring.broadcast"
         sender = self._set.ranks[root]  # Horovod wants its rank among all, also within a set
-        handle: int = self.start(
+        handle: int = self.begin(
             lambda: self._hvd.broadcast_async(tensor, sender, name=name, process_set=self._set), name
         )
         copy: Tensor = self._blocking(handle, name)
         return copy
 
     def _allgather(self, tensor: Tensor, name: str) -> Tensor:
-        handle: int = self.start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set), name)
+        handle: int = self.begin(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set), name)
         gathered: Tensor = self._blocking(handle, name)
         return gathered
 
     def sum(self, tensor: Tensor, name: str, index: int) -> int:
         """Start one of Horovod's asynchronous sums; returns its handle."""
         name = f"{name}.{index}"
-        handle: int = self.start(
+        handle: int = self.begin(
             lambda: self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
         )
         return handle

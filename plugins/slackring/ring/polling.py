@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
+import sys
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +30,7 @@ T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # seconds between two polls
 _WATCH = 1.0  # seconds between two looks at whether the others are there
 _PATIENCE = 30.0  # seconds after which a waiting rank says what it waits for
+_FAREWELL = 30.0  # seconds that a process which ends gives the other ranks to enter what it has begun
 
 
 class _PolledFlight(Flight, Generic[Handle]):
@@ -70,6 +76,14 @@ class PolledRing(Ring, Generic[Handle]):
         self.clock: Clock = MachineClock()
         self._failed: str | None = None
         self._whole = whole
+        self._under_way: set[Handle] = set()
+        # After the library was initialised, and so before what it does at the end itself.
+        atexit.register(_leave, weakref.ref(self), os.getpid())
+
+    @property
+    @abstractmethod
+    def current(self) -> bool:
+        """Whether the job that this ring belongs to is still the process's."""
 
     @abstractmethod
     def sum(self, tensor: Tensor, name: str, index: int) -> Handle:
@@ -110,6 +124,12 @@ class PolledRing(Ring, Generic[Handle]):
         except (RuntimeError, ValueError) as exc:
             raise self._failure(name, str(exc)) from exc
 
+    def begin(self, collective: Callable[[], Handle], name: str) -> Handle:
+        """Start a collective, which is under way until it is finished; as :meth:`start`."""
+        handle = self.start(collective, name)
+        self._under_way.add(handle)
+        return handle
+
     def finish(self, handle: Handle, name: str) -> Any:
         """Take the result of a collective that has ended.
 
@@ -118,6 +138,7 @@ class PolledRing(Ring, Generic[Handle]):
         RingError
             If it has failed.
         """
+        self._under_way.discard(handle)
         try:
             return self._result(handle)
         except (RuntimeError, ValueError) as exc:
@@ -144,6 +165,14 @@ class PolledRing(Ring, Generic[Handle]):
                 )
                 patience *= 2
 
+    def leave(self) -> None:
+        """At the end of the process, wait for what this rank has begun: without it, it would fail on ranks that come later."""
+        if self._failed is None and self.current:
+            deadline = self.clock.now() + _FAREWELL
+            self.poll_until(
+                lambda: all(map(self.arrived, self._under_way)) or self.clock.now() > deadline, "its last rounds"
+            )
+
     def _blocking(self, handle: Handle, name: str) -> Any:
         self.poll_until(lambda: self.arrived(handle), name)
         return self.finish(handle, name)
@@ -158,3 +187,11 @@ class PolledRing(Ring, Generic[Handle]):
     def _failure(self, name: str, told: str) -> RingError:
         self._failed = f"rank {self.rank}: {name!r} failed, {self._cause()}: {told}"
         return RingError(self._failed)
+
+
+def _leave(ring: weakref.ref[PolledRing[Any]], pid: int) -> None:
+    left = ring()
+    if left is None or os.getpid() != pid or hasattr(sys, "last_type"):  # what ends by an error keeps nobody waiting
+        return
+    with contextlib.suppress(RingError):
+        left.leave()

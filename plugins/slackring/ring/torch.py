@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,19 +27,11 @@ __all__ = ["TorchRing"]
 _NOTICE = 0.5  # seconds that a process may take from closing its connections to its end
 
 
-@dataclass
-class _Channel:
-    """A process group of one's own: its collectives cannot be taken for those of another."""
+@dataclass(frozen=True, eq=False)
+class _Under:
+    """A collective under way on a channel's group."""
 
     group: dist.ProcessGroup
-    under_way: set[dist.Work] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _Under:
-    """A collective under way on a channel."""
-
-    channel: _Channel
     work: dist.Work
 
 
@@ -76,11 +69,13 @@ class TorchRing(PolledRing[_Under]):
         if not (dist.is_available() and dist.is_initialized()):
             raise RingError("torch.distributed is not initialised; call torch.distributed.init_process_group() first.")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._world = dist.group.WORLD
-        assert self._world is not None  # it is initialised
+        world = dist.group.WORLD
+        assert world is not None  # it is initialised
+        # Weakly: destroy_process_group() ends a group's threads only if nobody holds it.
+        self._world = weakref.ref(world)
         self._subsets: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchRing] = weakref.WeakKeyDictionary()
-        self._groups = Groups(self._world) if group is None else GroupsOfSome(group)
-        self._channels: dict[str, _Channel] = {}
+        self._groups = Groups(world) if group is None else GroupsOfSome(group)
+        self._channels: dict[str, dist.ProcessGroup] = {}
         self._released: deque[str] = deque()
         self._peers: Peers | None = None
         self._missed: dict[int, int] = {}
@@ -88,7 +83,7 @@ class TorchRing(PolledRing[_Under]):
     @property
     def current(self) -> bool:
         """Whether the job that this ring belongs to is still the process's."""
-        return dist.is_initialized() and dist.group.WORLD is self._world
+        return dist.is_initialized() and dist.group.WORLD is self._world()
 
     def subset(self, process_set: Any) -> TorchRing:
         """Give this rank's place on the ring of a process group of this job."""
@@ -100,7 +95,7 @@ class TorchRing(PolledRing[_Under]):
             raise UnsupportedError(
                 f"process_set= is a torch.distributed.ProcessGroup under torch.distributed, not {type(process_set).__name__}."
             )
-        if process_set is self._world:
+        if process_set is self._world():
             return self
         if process_set not in dist.distributed_c10d._world.pg_map:
             raise UnsupportedError("this process group has been destroyed; make one with new_group().")
@@ -131,59 +126,68 @@ class TorchRing(PolledRing[_Under]):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         copy, name = tensor.detach().contiguous().clone(), "slackring.broadcast"
-        group = self._channel(name).group
-        self._blocking(
-            self._begin(name, lambda: dist.broadcast(copy, group_src=root, group=group, async_op=True)), name
-        )
+        collective = functools.partial(dist.broadcast, copy, group_src=root)
+        self._blocking(self._collective(collective, name), name)
         return copy
 
     def _allgather(self, tensor: Tensor, name: str) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        group = self._channel(name).group
-        self._blocking(self._begin(name, lambda: dist.all_gather(gathered, tensor, group=group, async_op=True)), name)
+        self._blocking(self._collective(functools.partial(dist.all_gather, gathered, tensor), name), name)
         return gathered
 
     def sum(self, tensor: Tensor, name: str, index: int) -> _Under:
         """Start an asynchronous sum on the channel of `name`; the order of sums tells them apart."""
-        group = self._channel(name).group
-        return self._begin(name, lambda: dist.all_reduce(tensor, group=group, async_op=True))
+        return self._collective(functools.partial(dist.all_reduce, tensor), name)
 
-    def _begin(self, name: str, collective: Callable[[], Any]) -> _Under:
-        work = self.start(collective, name)
-        channel = self._channel(name)
-        channel.under_way.add(work)
-        return _Under(channel, work)
+    def _collective(self, collective: Callable[..., Any], name: str) -> _Under:
+        group = self._channel(name)
+        return self.begin(lambda: _Under(group, collective(group=group, async_op=True)), name)
 
     def arrived(self, handle: _Under) -> bool:
         """Whether a collective has ended, well or not."""
         return handle.work.is_completed()
 
     def _result(self, handle: _Under) -> None:
-        handle.channel.under_way.discard(handle.work)
         handle.work.wait()  # it has ended: this raises its error, or orders the GPU's stream after it
 
-    def _channel(self, name: str) -> _Channel:
+    def _channel(self, name: str) -> dist.ProcessGroup:
         """The channel of a name; made, by all ranks together, if it is new."""
         key = name.rpartition(".")[0]
-        channel = self._channels.get(key)
-        if channel is None:
+        group = self._channels.get(key)
+        if group is None:
             self._close_released()
-            group = self.start(lambda: self._groups.make(key), name)
-            channel = self._channels[key] = _Channel(group)
+            group = self._channels[key] = self.start(lambda: self._groups.make(key), name)
             if self._peers is None:
                 self._peers = Peers(self.gather(Peers.card(), name))
-        return channel
+        return group
 
     def _close_released(self) -> None:
         for _ in range(len(self._released)):
             key = self._released.popleft()
-            channel = self._channels.get(key)
-            if channel is None:
-                continue
-            if all(work.is_completed() for work in channel.under_way):
-                self._groups.close(self._channels.pop(key).group)
-            else:
-                self._released.append(key)  # closing it would wait for rounds that the other ranks may never launch
+            if key in self._channels and not self._close(key):
+                self._released.append(key)
+
+    def _close(self, key: str) -> bool:
+        """Give a channel back, unless that would wait for rounds that the other ranks may never launch."""
+        group = self._channels[key]
+        under_way = {handle for handle in self._under_way if handle.group is group}
+        if not all(map(self.arrived, under_way)):
+            return False
+        self._under_way -= under_way
+        del self._channels[key]
+        if self.current:
+            self._groups.close(group)
+        return True
+
+    def leave(self) -> None:
+        """At the end of the process, wait for what this rank has begun, and end the threads of Gloo.
+
+        They still let go of a collective's tensors when it has ended, for which they need an interpreter.
+        """
+        super().leave()
+        if self._failed is None:
+            for key in list(self._channels):
+                self._close(key)
 
     def _dead(self) -> dict[int, int]:
         return {} if self._peers is None else self._peers.dead()
