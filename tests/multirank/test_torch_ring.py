@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.multirank.launchers import torchrun
+from tests.multirank.launchers import alone, torchrun
 from tests.multirank.scripts import (
     batches,
     check_collectives,
@@ -216,6 +216,35 @@ def test_torchrun_trains(tmp_path):
     assert told["final_accuracy"] > 0.8
     assert Path(told["run"]).parent == tmp_path
     assert [folder.name for folder in tmp_path.iterdir()] == [Path(told["run"]).name], "one rank writes the run"
+
+
+END = """
+import atexit, weakref, torch, torch.distributed as dist
+
+x = torch.nn.Parameter(torch.zeros(4))
+sgd = torch.optim.SGD([x], lr=0.1)  # the first one imports more of torch, which then holds a group that is there already
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+world = weakref.ref(dist.group.WORLD)
+atexit.register(lambda: print(world() is None, own() is None))  # after what the ring does at the end
+
+import slackring as sr
+
+optimizer = sr.DistributedOptimizer(sgd, "local_sgd:steps=2")
+for _ in range(3):
+    x.grad = torch.ones(4)
+    optimizer.step()
+optimizer.join()
+own = weakref.ref(optimizer._engine.ring._channels["slackring.0"])
+dist.destroy_process_group()
+print(world() is None)
+"""
+
+
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
+    """One aborts the process (torch 2.13) when it lets go of a tensor; a group ends its threads when nobody holds it."""
+    (tmp_path / "end.py").write_text(END)
+    done = alone(1, str(tmp_path / "end.py"))
+    assert (done.returncode, done.stdout.split()) == (0, ["True"] * 3), done.stderr
 
 
 def test_a_mistake_under_torchrun_is_told_once():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchRing"]
 
+_LETTING_GO = 0.05  # seconds that Gloo's threads get at the end of the process
 _NOTICE = 0.5  # seconds that a process may take from closing its connections to its end
 
 
@@ -180,14 +181,17 @@ class TorchRing(PolledRing[_Under]):
         return True
 
     def leave(self) -> None:
-        """At the end of the process, wait for what this rank has begun, and end the threads of Gloo.
+        """At the end of the process, wait for what this rank has begun, and for the threads of Gloo.
 
-        They still let go of a collective's tensors when it has ended, for which they need an interpreter.
+        They let go of a collective's tensors a little after it has ended, and abort the process if the interpreter is gone by
+        then (torch 2.13).
         """
         super().leave()
         if self._failed is None:
             for key in list(self._channels):
                 self._close(key)
+        if self._world() is not None:  # torch or the user holds it, and its threads, which have ended otherwise
+            self.clock.sleep(_LETTING_GO)
 
     def _dead(self) -> dict[int, int]:
         return {} if self._peers is None else self._peers.dead()
