@@ -185,6 +185,40 @@ def test_script_runs_on_a_rank(sent: dict[str, tuple[Path, Path]], name: str, va
     assert json.loads(done.stdout) == value
 
 
+def test_a_traceback_has_the_lines_of_code_that_is_in_no_file_of_the_rank(tmp_path: Path) -> None:
+    script = """
+import linecache, pathlib, sys
+
+from slackring.dask.code import dump_call
+
+CELL = "def of_a_cell():\\n    raise ValueError('in a cell')\\n"
+linecache.cache["/notebook/cell"] = (len(CELL), None, CELL.splitlines(True), "/notebook/cell")
+exec(compile(CELL, "/notebook/cell", "exec"))
+
+def train():
+    of_a_cell()  # the line of the script
+
+pathlib.Path("call").write_bytes(dump_call(train))
+"""
+    client = write(tmp_path / "client", {"script.py": script})
+    subprocess.run([sys.executable, "script.py"], check=True, cwd=client)
+    call = (client / "call").rename(tmp_path / "call")
+    (client / "script.py").unlink()
+    load = """
+import pathlib, sys, traceback
+
+from slackring.dask.code import load_call
+
+try:
+    load_call(pathlib.Path(sys.argv[1]).read_bytes())[0]()
+except ValueError:
+    traceback.print_exc()
+"""
+    done = subprocess.run([sys.executable, "-c", load, call], capture_output=True, text=True, cwd=tmp_path)
+    assert "of_a_cell()  # the line of the script" in done.stderr
+    assert "raise ValueError('in a cell')" in done.stderr
+
+
 def test_script_run_as_a_module_of_a_package(tmp_path: Path) -> None:
     """Such a script's functions belong to ``__main__``, but import from their package."""
     script = """

@@ -7,6 +7,7 @@ import dis
 import hashlib
 import importlib.util
 import io
+import linecache
 import os
 import pickle
 import sysconfig
@@ -26,6 +27,7 @@ from slackring.errors import PoolError
 
 __all__ = ["Bundle", "bundle", "dump_call", "load_call", "local_modules", "unpack"]
 
+_NO_FILE = "<dynamic-code>"
 _LIMIT = 100_000_000  # bytes; each rank gets them, and keeps them while it runs
 _INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
@@ -52,7 +54,8 @@ class Bundle:
 def dump_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
     """Pickle a call.
 
-    What is defined in a notebook or in the script that runs travels by value, what can be imported by its name.
+    What is defined in a notebook or in the script that runs travels by value, with its source for tracebacks; what can be
+    imported travels by its name.
 
     Parameters
     ----------
@@ -75,7 +78,9 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[
     parts = [(name, fn), *((f"argument {number} of {name}", value) for number, value in enumerate(args, 1))]
     parts += [(f"argument {key!r} of {name}", value) for key, value in kwargs.items()]
     buffer = io.BytesIO()
-    _pickle((fn, tuple(args), kwargs), buffer, parts)
+    pickler = _pickle((fn, tuple(args), kwargs), buffer, parts)
+    sources = {file: lines for file in pickler.files if (lines := linecache.getlines(file))}
+    pickle.dump(sources, buffer)
     return buffer.getvalue()
 
 
@@ -87,13 +92,16 @@ def load_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
     PoolError
         If a module that the call needs is missing here.
     """
+    file = io.BytesIO(data)
     try:
-        fn, args, kwargs = pickle.loads(data)
+        fn, args, kwargs = pickle.load(file)
     except ModuleNotFoundError as exc:
         raise PoolError(
             f"the function needs the module {exc.name!r}, which is missing here; install it on the workers, or send it along "
             "(modules=)."
         ) from exc
+    for name, lines in pickle.load(file).items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)  # no time: never looked for on this disk
     return fn, args, kwargs
 
 
@@ -123,7 +131,7 @@ def local_modules(*what: Any, modules: Sequence[str] = ()) -> dict[str, tuple[Pa
     for name in modules:
         if _find(name.partition(".")[0]) is None:
             raise PoolError(f"there is no module {name!r}, here or among the installed ones.")
-    names = [*modules, *_pickle(what, _Nowhere(), [(_name(value), value) for value in what])]
+    names = [*modules, *_pickle(what, _Nowhere(), [(_name(value), value) for value in what]).modules]
     found: dict[str, tuple[Path, ...]] = {}
     while names:
         top = names.pop().partition(".")[0]
@@ -202,15 +210,19 @@ def unpack(archive: bytes, folder: Path) -> None:
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Notes the modules that objects come from, and those that their code imports."""
+    """Notes the modules that objects come from and that their code imports, and the files of the code that it pickles."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.modules: set[str] = set()
+        self.files: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         """See every object on its way."""
         names: Iterable[str | None] = ()
+        if isinstance(obj, types.CodeType) and obj.co_filename != _NO_FILE:
+            self.files.add(obj.co_filename)
+            return _located, (obj.replace(co_filename=_NO_FILE), obj.co_filename)
         if isinstance(obj, types.CodeType):
             names = (step.argval for step in dis.get_instructions(obj) if step.opname == "IMPORT_NAME")
         elif isinstance(obj, types.ModuleType):
@@ -224,6 +236,11 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+def _located(code: types.CodeType, file: str) -> types.CodeType:
+    """Say again where code comes from, which cloudpickle leaves out."""
+    return code.replace(co_filename=file)
+
+
 class _Nowhere(io.RawIOBase):
     """A file for those who want to know what is written, but not to have it."""
 
@@ -231,14 +248,14 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-def _pickle(value: Any, file: Any, parts: Iterable[tuple[str, Any]]) -> set[str]:
-    """Pickle a value, and give the modules that it needs; if that fails, one of the named parts is to blame."""
+def _pickle(value: Any, file: Any, parts: Iterable[tuple[str, Any]]) -> _Pickler:
+    """Pickle a value, and give who did it; if that fails, one of the named parts is to blame."""
     pickler = _Pickler(file)
     try:
         pickler.dump(value)
     except Exception as exc:  # what users write into __reduce__ and __getstate__ may raise anything
         raise _refusal(parts, exc) from exc
-    return pickler.modules
+    return pickler
 
 
 def _refusal(parts: Iterable[tuple[str, Any]], exc: Exception) -> PoolError:
