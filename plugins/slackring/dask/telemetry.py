@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Telemetry"]
 
 _INTERVAL = 0.25  # seconds between samples
+_SILENCE = 1.0  # seconds, at most: that nothing happens is told, too
 _RECENT = 20  # local steps
 _MOST_VALUES, _LONGEST_TEXT = 32, 200
 
@@ -33,7 +34,7 @@ class Telemetry:
 
     Events are dicts that JSON can carry:
 
-    - ``{"kind": "progress", **snapshot}``, when something has changed, and once at the end;
+    - ``{"kind": "progress", **snapshot}``, when something has changed, else every second, and once at the end;
     - ``{"kind": "report", "values": {...}, "step": ..., "seconds": ...}``, the newest values that were reported since the last
       one, the local step and the seconds of the newest;
     - ``{"kind": "warning", "text": ...}``, on rank 0, of a rank that straggles.
@@ -66,7 +67,7 @@ class Telemetry:
         self._values: dict[str, object] = {}
         self._fresh: set[str] = set()
         self._reported_at = 0, 0.0  # local steps and seconds
-        self._changed = True
+        self._changed, self._told = True, -_SILENCE
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._run, name="slackring-telemetry", daemon=True)
         self._watching = watching(self)
@@ -148,9 +149,9 @@ class Telemetry:
         while self._warnings:
             self._emit({"kind": "warning", "text": self._warnings.popleft()})
         with self._lock:
-            if not self._changed:
+            if not self._changed and self._seconds() - self._told < _SILENCE:
                 return
-            self._changed = False
+            self._changed, self._told = False, self._seconds()
             fresh, self._fresh = {name: self._values[name] for name in self._fresh}, set()
             step, seconds = self._reported_at
         if fresh:
