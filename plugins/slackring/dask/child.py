@@ -60,7 +60,8 @@ class Child:
             raise
         finally:
             os.close(theirs)
-        self._unread = b""
+        self._unread: list[bytes] = []
+        """Parts of a line whose end has not come."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,10 +88,14 @@ class Child:
 
     def events(self) -> list[dict[str, Any]]:
         """Take the events that have arrived."""
+        lines: list[bytes] = []
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.pipe, _BUFFER):
-                self._unread += part
-        *lines, self._unread = self._unread.split(b"\n")
+                head, *rest = part.split(b"\n")
+                self._unread.append(head)
+                for piece in rest:
+                    lines.append(b"".join(self._unread))
+                    self._unread = [piece]
         return [json.loads(line) for line in lines]
 
     def printed(self) -> str:
