@@ -11,12 +11,13 @@ HOROVOD := $(CONFIG)/horovod
 # Demo and tests start Python hundreds of times: bytecode is kept, or each time would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test soak lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo     set up, train real Horovod ranks under each rule, write runs/demo/quickstart.html"
 	@echo "make test     set up, run the tests"
+	@echo "make soak     force failures inside collectives over and over, for some minutes"
 	@echo "make lint     ruff, mypy --strict, notebooks without outputs"
 	@echo "make format   let ruff rewrite the sources"
 	@echo "make setup    only set up .venv"
@@ -48,6 +49,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+soak: setup
+	@$(BIN)/python -m pytest -m soak
 
 lint: $(VENV)/.package
 	$(BIN)/ruff check .
