@@ -355,7 +355,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path, monkeypatch, capsys):
     for arguments, told in (
         (["--virtual"], "came to its end"),
         (["--virtual", "--rounds", "1"], "--rounds 1 counts from the run's start"),
-        (["--rounds", "1000"], "add --virtual"),
+        (["--rounds", "1000"], "go on with 'slackring train --virtual'"),
         (["--virtual", "--lr", "0.1"], "--lr comes from the run"),
         (["--virtual", "--seconds", "9", "--checkpoint-every", "0"], "--checkpoint-every must be"),
     ):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from slackring import __version__
-from slackring.errors import OutputError, RingError, SlackringError, SpecError
+from slackring.errors import OutputError, RankError, RingError, SlackringError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,6 +84,8 @@ def _one_run(command: F) -> F:
     options = [
         click.option("--lr", type=float, help="Of SGD. Default: 0.2, times the ranks for rules that send gradients (bsp)."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler."),
+        click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with this run; limits may be new."),
+        click.option("--checkpoint-every", type=float, help="Seconds between checkpoints; there is one at the end anyway."),
     ]  # fmt: skip
     return _added(options, command)
 
@@ -127,15 +129,6 @@ def doctor(as_json: bool) -> None:
     "--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5; --virtual: also server/asp."
 )
 @_one_run
-@click.option(
-    "--resume",
-    type=click.Path(path_type=Path),
-    metavar="RUN",
-    help="Go on with this run's folder, its settings and clock; its limits, unless you give others.",
-)
-@click.option(
-    "--checkpoint-every", type=float, help="Seconds between checkpoints on the way; there is one at the end anyway."
-)
 @_ranks
 @_training
 def train(
@@ -163,13 +156,10 @@ def train(
       slackring train --virtual --workers 4 --rule losp --straggler persistent:ranks=3,factor=4
       horovodrun --gloo -np 4 slackring train --resume runs/20261129-211929-losp-seed0-2bba --seconds 60
     """
-    if resume is not None:
-        _refuse_settings_of_a_resumed_run()
-    elif rule is None:
-        raise click.UsageError("Missing option '--rule'.")
+    _check_resumption(rule, resume)
 
     from slackring.lab.agree import on_every_rank
-    from slackring.lab.checkpoint import Checkpoints, RunFolder, load_earlier
+    from slackring.lab.checkpoint import Checkpoints, RunFolder
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.progress import ProgressBar
@@ -181,14 +171,8 @@ def train(
         """Read the run to continue where its folder is seen for sure: on rank 0."""
         if resume is None or ring.rank != 0:
             return None, ""
-        earlier = load_earlier(resume)
-        if virtual != (earlier.run.facts["ring"] == "virtual"):
-            raise SpecError(
-                f"run {str(resume)!r} is of {earlier.ranks} {earlier.run.facts['ring']} ranks; "
-                f"{'leave --virtual out' if virtual else 'add --virtual'}."
-            )
-        limits = {name: values[name] for name in ("seconds", "samples", "rounds")}
-        return earlier, json.dumps(earlier.going_on(limits).to_json())
+        earlier, config = _take_up(resume, virtual, values)
+        return earlier, json.dumps(config.to_json())
 
     def configure() -> tuple[TrainConfig, RunFolder, Checkpoints]:
         if continued:
@@ -213,12 +197,7 @@ def train(
         ranks = ring.size
         if virtual:
             ranks = workers if workers is not None else earlier.ranks if earlier is not None else _WORKERS
-        if earlier is not None and earlier.ranks != ranks:
-            click.echo(
-                f"slackring: the run had {earlier.ranks} ranks and goes on with {ranks}: from the anchor, without what was in "
-                "flight.",
-                err=True,
-            )
+        _tell_of_others(earlier, ranks)
         with ProgressBar(config, shown=None if ring.rank == 0 and not as_json else False) as bar:
             run = (
                 train_virtual(config, ranks, interrupt=interrupt, bar=bar, checkpoints=checkpoints, earlier=earlier)
@@ -239,7 +218,7 @@ def train(
 
 
 @cli.command()
-@click.option("--rule", required=True, help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
+@click.option("--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
 @_one_run
 @click.option(
     "--cluster", default="", metavar="FILE|ADDRESS", help="Dask cluster: a file, or tcp://HOST:PORT; else this machine."
@@ -247,43 +226,67 @@ def train(
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help=f"Number of ranks; else the file's, all workers at the address, or {_WORKERS}.",
+    help=f"Number of ranks; else the resumed run's, the file's, all workers at the address, or {_WORKERS}.",
 )
 @_training
 def run(
-    rule: str, lr: float | None, cluster: str, workers: int | None, out: Path, as_json: bool, **values: Any
+    rule: str | None,
+    lr: float | None,
+    resume: Path | None,
+    checkpoint_every: float | None,
+    cluster: str,
+    workers: int | None,
+    out: Path,
+    as_json: bool,
+    **values: Any,
 ) -> None:
     """Train one model under one rule on a Dask cluster, which starts one rank a worker.
 
     The cluster is one that a YAML file describes (see cluster_configs/), which is started and ended with the run, or one that
     runs already, at its scheduler's address. Ctrl-C ends the run on all ranks after the same round, with all results; again, at
-    once. The run's folder is as of `slackring train`, which can --resume it, with the logs of the ranks in ranks/.
+    once. The run's folder is as of `slackring train`, with the logs of the ranks in ranks/, and both commands can --resume it; so
+    are the checkpoints of --checkpoint-every, which are written here, and left behind if a rank or its worker dies.
 
     \b
     Examples:
       slackring run --rule losp --straggler persistent:ranks=3,factor=4 --step-time 0.1
       slackring run --cluster cluster_configs/ssh.yaml --rule losp --task my_package.tasks:cats
       slackring run --cluster tcp://10.0.0.1:8786 --rule bsp --seconds 60 --json
+      slackring run --cluster cluster_configs/slurm.yaml --resume runs/20261129-211929-losp-seed0-2bba-round4000
     """
+    _check_resumption(rule, resume)
+
     from rich.console import Console
 
-    from slackring.lab.checkpoint import RunFolder
+    from slackring.lab.checkpoint import Checkpoints, RunFolder
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.on_dask import check_cluster, dask_ranks, keep_logs, train_on_dask
     from slackring.lab.runs import check_writable
     from slackring.ring.ambient import launcher
 
-    config = TrainConfig(rule=rule, lr=lr, **_filled(values, virtual=False))
+    if resume is not None:
+        earlier, config = _take_up(resume, False, values)
+    else:
+        earlier, config = None, TrainConfig(rule=rule or "", lr=lr, **_filled(values, virtual=False))
     if launcher() is not None:
         raise SpecError(f"run starts its own ranks; run it without {launcher()}, with --workers.")
     check_cluster(cluster)
     check_writable(out)
     folder = RunFolder(out, _new_run(config))
+    checkpoints = Checkpoints(checkpoint_every, folder.keep)
     console = None if as_json else Console(stderr=True)
-    ranks = workers or (None if cluster else _WORKERS)
+    ranks = workers or (earlier.ranks if earlier is not None else None if cluster else _WORKERS)
     with dask_ranks(cluster, ranks, [config.task], out) as executor, Interrupt() as interrupt:
-        trained, logs = train_on_dask(executor, config, interrupt, checkpoint=True, console=console)
+        _tell_of_others(earlier, executor.size)
+        try:
+            trained, logs = train_on_dask(
+                executor, config, interrupt, checkpoints=checkpoints, earlier=earlier, console=console
+            )
+        except RankError as exc:
+            if folder.latest is None:
+                raise
+            raise RankError(f"{exc}\nTo go on from its last checkpoint: --resume {folder.latest}", exc.rank) from exc
         _finish(trained, folder, as_json)
         keep_logs(logs, folder.path)
     if interrupt.signal == signal.SIGINT:
@@ -598,15 +601,39 @@ def run_notebooks(
     sys.exit(2 if failed else 0)
 
 
-_BESIDE_RESUME = {"resume", "checkpoint_every", "workers", "virtual", "seconds", "samples", "rounds", "out", "as_json"}
+_LIMITS = ("seconds", "samples", "rounds")
+_BESIDE_RESUME = {"resume", "checkpoint_every", "workers", "virtual", "cluster", *_LIMITS, "out", "as_json"}
 
 
-def _refuse_settings_of_a_resumed_run() -> None:
+def _check_resumption(rule: str | None, resume: Path | None) -> None:
+    """Have either a rule, or a run to continue, whose settings stay as they are."""
+    if resume is None:
+        if rule is None:
+            raise click.UsageError("Missing option '--rule'.")
+        return
     context = click.get_current_context()
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
         if given and parameter.name not in _BESIDE_RESUME:
             raise SpecError(f"{parameter.opts[0]} comes from the run that --resume continues; leave it out.")
+
+
+def _take_up(resume: Path, virtual: bool, values: dict[str, Any]) -> tuple[Earlier, TrainConfig]:
+    """Read a run to continue, and what it is from now on."""
+    from slackring.lab.checkpoint import load_earlier
+
+    earlier = load_earlier(resume)
+    if virtual != (earlier.run.facts["ring"] == "virtual"):
+        otherwise = "leave --virtual out" if virtual else "go on with 'slackring train --virtual'"
+        raise SpecError(f"run {str(resume)!r} is of {earlier.ranks} {earlier.run.facts['ring']} ranks; {otherwise}.")
+    return earlier, earlier.going_on({name: values[name] for name in _LIMITS})
+
+
+def _tell_of_others(earlier: Earlier | None, ranks: int) -> None:
+    """Say on how many ranks a run goes on, if these are not those it had."""
+    told = None if earlier is None else earlier.on_others(ranks)
+    if told is not None:
+        click.echo(f"slackring: {told}", err=True)
 
 
 def _filled(values: dict[str, Any], virtual: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from distributed import Client, LocalCluster
 from tests.dask.conftest import until
 
 from slackring.dask.executor import DaskExecutor
+from slackring.dask.saving import save
 from slackring.errors import PoolError, RankError
 
 
@@ -55,6 +56,42 @@ def test_ranks_stay_between_calls_and_have_their_own_processes(executor: DaskExe
     first, second = executor.run(os.getpid), executor.run(os.getpid)
     assert first == second
     assert len({*first, os.getpid(), *client.run(os.getpid).values()}) == 2 + 1 + 4
+
+
+def test_files_that_ranks_save_are_there_while_they_go_on(executor: DaskExecutor, tmp_path: Path) -> None:
+    def train(file: str) -> None:
+        import os
+        import time
+
+        import slackring as sr
+
+        rank = os.environ["HOROVOD_RANK"]
+        print("before")
+        for size in (10, 5_000_000):
+            sr.dask.save(f"model-{rank}.pt", rank.encode() * size)
+        while not os.path.exists(file):
+            time.sleep(0.02)
+
+    run = executor.run_remote(train, [str(tmp_path / "seen")])
+    files = [run.folder / "saved" / f"model-{rank}.pt" for rank in (0, 1)]
+    until(lambda: all(file.exists() and file.stat().st_size == 5_000_000 for file in files), "the files have come")
+    assert (run.folder / "rank-0.log").read_text() == "before\n"
+    (tmp_path / "seen").touch()
+    assert run.result() == [None] * 2
+    assert [file.read_bytes()[-1:] for file in files] == [b"0", b"1"]
+    assert sorted((run.folder / "saved").iterdir()) == files
+
+
+def test_what_cannot_be_saved_is_told(executor: DaskExecutor) -> None:
+    def escape() -> None:
+        import slackring as sr
+
+        sr.dask.save("../model.pt", b"")
+
+    with pytest.raises(RankError, match=r"'\.\./model.pt' is no name for a saved file"):
+        executor.run(escape)
+    with pytest.raises(PoolError, match="this is no rank of a DaskExecutor"):
+        save("model.pt", b"")
 
 
 def test_a_large_result_and_a_long_log_arrive_whole(executor: DaskExecutor, tmp_path: Path) -> None:
@@ -151,6 +188,9 @@ def test_an_executable_lives_on_every_rank(client: Client, nothing_left: None, t
         assert executor.execute_single(lambda counter: counter.more()) == (0, 20)
         assert executor.execute(lambda counter: counter.more()) == [(0, 25), (1, 20)]
         assert executor.run(lambda: os.environ["WORD"]) == ["hello", "hello"]
+        executor.start()
+        with pytest.raises(PoolError, match="executable_cls="):
+            executor.execute(lambda counter: counter.more())
     finally:
         executor.shutdown()
 

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed import Client
+from tests.dask.conftest import rank_processes, until
 
 from slackring import cli
 from slackring.lab.launch import BACKENDS, launcher, run_on_horovod, run_virtual
@@ -134,6 +137,34 @@ def test_what_ranks_find_wrong_is_the_sentence_that_train_has(slackring: Slackri
     assert (code, err.count("\n"), "rank 5" in err) == (2, 1, True)
 
 
+def test_a_run_goes_on_from_the_checkpoint_that_a_dead_rank_leaves_behind(
+    slackring: Slackring,
+) -> None:
+    def kill_one() -> None:
+        until(lambda: list(Path("runs").glob("*-round*/summary.json")), "there is a checkpoint", patience=60)
+        psutil.Process(min(rank_processes())).kill()
+
+    options = ["--task", "digits", "--step-time", "0.02", "--checkpoint-every", "0.3", "--seconds", "100", "--json"]
+    with ThreadPoolExecutor(1) as aside:
+        killing = aside.submit(kill_one)
+        code, out, err = slackring("run", "--rule", "cocod", *options)
+        killing.result()
+    assert (code, out) == (2, "")
+    (kept,) = Path("runs").glob("*-round*")
+    assert f"To go on from its last checkpoint: --resume {kept}" in err
+    before = load_run(kept)
+    assert before.facts["launcher"] == "dask"
+
+    goal = before.summary.rounds + 5
+    code, out, err = slackring("run", "--resume", kept, "--rounds", goal, "--json")
+    assert code == 0, err
+    resumed = json.loads(out)
+    assert (resumed["rounds"], resumed["rule"], resumed["resumed"]["exact"]) == (goal, "cocod", True)
+    assert len(load_run(Path(resumed["run"])).steps) > len(before.steps)
+    code, _, err = slackring("run", "--resume", kept, "--rule", "bsp")
+    assert (code, "--rule comes from the run that --resume continues" in err) == (2, True)
+
+
 def _training(folder: Path, step_time: float) -> subprocess.Popen[str]:
     options = [
         "--rule",
@@ -168,7 +199,7 @@ def test_ctrl_c_at_a_terminal_ends_the_run_with_its_results(tmp_path: Path) -> N
     (folder,) = (tmp_path / "runs").iterdir()
     assert load_run(folder).summary.interrupted
     assert "Interrupted: this run was cut short." in out
-    assert f"slackring train --resume {folder.relative_to(tmp_path)}" in out
+    assert f"slackring run --resume {folder.relative_to(tmp_path)}" in out
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_round(tmp_path: Path) -> None:

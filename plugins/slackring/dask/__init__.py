@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from slackring.dask.executor import DaskExecutor
     from slackring.dask.pool import Settings
     from slackring.dask.run import Run
+    from slackring.dask.saving import save
 
-__all__ = ["DaskExecutor", "Run", "RunningCluster", "Settings", "load_cluster"]
+__all__ = ["DaskExecutor", "Run", "RunningCluster", "Settings", "load_cluster", "save"]
 
 _HOME = {
     "clusters": ("RunningCluster", "load_cluster"),
     "executor": ("DaskExecutor",),
     "pool": ("Settings",),
     "run": ("Run",),
+    "saving": ("save",),
 }
 _EXTRA = ("cloudpickle", "dask", "distributed", "jsonschema", "prometheus_client", "yaml")
 

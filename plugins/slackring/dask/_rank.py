@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import queue
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import cloudpickle
 
 from slackring.dask.code import load_call, unpack
 from slackring.dask.relay import Relay
+from slackring.dask.saving import send_by
 from slackring.dask.telemetry import Telemetry
 from slackring.errors import PoolError
 from slackring.optim.ambient import stop_wish
@@ -86,6 +88,8 @@ def main(pipe: int) -> int:
     hello = supervisor.orders.get()
     relay = Relay(hello["host"], hello["port"], bytes.fromhex(hello["secret"]))
     os.environ.update(relay.environment())
+    folder = Path(hello["folder"])
+    send_by(_sender(supervisor, folder))
     supervisor.tell({"kind": "started", "pid": os.getpid()})
     executable: list[Any] = []
     while (order := supervisor.orders.get())["op"] != "quit":
@@ -100,7 +104,7 @@ def main(pipe: int) -> int:
         result = Path(order["result"])
         try:
             with Telemetry(hello["rank"], supervisor.tell):
-                _take_modules(Path(order["archive"]), Path(hello["folder"]) / "modules")
+                _take_modules(Path(order["archive"]), folder / "modules")
                 value = _call(Path(order["call"]), executable if order["executable"] else ())
             if order["keep"]:
                 executable, value = [value], None
@@ -108,8 +112,20 @@ def main(pipe: int) -> int:
         except BaseException as exc:
             supervisor.tell({"kind": "failed", **_told(exc, result)})
         else:
-            supervisor.tell({"kind": "done", "result": str(result)})
+            supervisor.tell({"kind": "done", "content": str(result)})
     return 0
+
+
+def _sender(supervisor: _Supervisor, folder: Path) -> Callable[[str, bytes], None]:
+    """Make what sends files to the run's folder."""
+    numbers = itertools.count()
+
+    def send(name: str, content: bytes) -> None:
+        file = folder / f"saved-{next(numbers)}"
+        file.write_bytes(content)
+        supervisor.tell({"kind": "saved", "name": name, "content": str(file)})
+
+    return send
 
 
 def _rest() -> None:
@@ -174,7 +190,7 @@ def _told(exc: BaseException, file: Path) -> dict[str, Any]:
         file.write_bytes(content)
     except Exception:  # of any kind: the class is the user's, and the disk may be full
         return told
-    return {**told, "result": str(file)}
+    return {**told, "content": str(file)}
 
 
 def _sentence(exc: BaseException) -> str:

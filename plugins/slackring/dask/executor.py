@@ -78,6 +78,11 @@ class DaskExecutor:
         self._runs: list[Run] = []
         self._started = False
 
+    @property
+    def size(self) -> int:
+        """How many ranks there are; 0 before they have started."""
+        return 0 if self._pool is None else len(self._pool.places)
+
     @classmethod
     def create_settings(
         cls, timeout_s: float = 30.0, placement_timeout_s: float = 100.0, nics: Sequence[str] | None = None
@@ -112,8 +117,11 @@ class DaskExecutor:
         self._check_client()
         self._environment = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         modules = self._bundled(executable_cls, executable_args, executable_kwargs)
-        if executable_cls is not None:
-            self._executable = dump_call(executable_cls, executable_args or (), executable_kwargs or {})
+        self._executable = (
+            None
+            if executable_cls is None
+            else dump_call(executable_cls, executable_args or (), executable_kwargs or {})
+        )
         self._started = True
         return self._client.sync(self._start, modules)
 

@@ -330,20 +330,24 @@ class Pool:
     async def _workers(self) -> list[WorkerFacts]:
         """Those to place ranks on: free ones, if there are enough of them."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.placement_timeout_s
+        began, told = loop.time(), False
         wanted = self._number or 1
         while len(there := await self._workers_that_are("running")) < wanted:
-            if loop.time() > deadline:
+            waited = loop.time() - began
+            if waited > _QUIET and not told:
+                log.warning("waiting for workers: %d are needed, and the cluster has %d.", wanted, len(there))
+                told = True
+            if waited > self._settings.placement_timeout_s:
                 raise PoolError(
                     f"{wanted} workers are needed, and the cluster has {len(there)} after "
                     f"{self._settings.placement_timeout_s:g} s; ask for fewer ranks, or scale the cluster up."
                 )
             await asyncio.sleep(_LOOK / 4)
-        told = await self._run_on(there, _visit)
-        workers = read_answers({address: _part(answer, 0) for address, answer in told.items()})
+        visited = await self._run_on(there, _visit)
+        workers = read_answers({address: _part(answer, 0) for address, answer in visited.items()})
         for warning in check_alike(workers):
             log.warning("%s", warning)
-        free = [worker for worker in workers if _part(told[worker.address], 1) is None]
+        free = [worker for worker in workers if _part(visited[worker.address], 1) is None]
         return free if self._number is not None and len(free) >= self._number else workers
 
     async def _workers_that_are(self, *status: str) -> list[str]:
@@ -503,8 +507,11 @@ class Pool:
                 member.started.set()
             case "ready":
                 member.ready.set()
-            case "result":
+            case "content":
                 member.content += event["data"]
+            case "saved":
+                self._sink(rank, {**event, "content": bytes(member.content)})
+                member.content.clear()
             case "done":
                 member.settle(Answer(rank, "done", bytes(member.content)))
             case "failed":

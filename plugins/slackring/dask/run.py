@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,7 +33,7 @@ Callback = Callable[[Mapping[str, Any]], object]
 
 
 class RunFolder:
-    """``runs/<id>/``: a log for each rank, what they reported, and what was run where; readable by its owner only.
+    """``runs/<id>/``: a log for each rank, what they reported and saved, and what was run where; readable by its owner only.
 
     Parameters
     ----------
@@ -78,6 +80,8 @@ class RunFolder:
             self._append(f"rank-{rank}.log", event["text"])
         elif event["kind"] in ("report", "warning"):
             self._append("events.jsonl", json.dumps({"rank": rank, **event}) + "\n")
+        elif event["kind"] == "saved":
+            self._save(event["name"], event["content"])
 
     def close(self) -> None:
         """Close its files, for good."""
@@ -87,14 +91,27 @@ class RunFolder:
         self._files.clear()
 
     def _append(self, name: str, text: str) -> None:
-        """Write to a file; the run goes on where that cannot be done."""
-        try:
+        with self._going_on(self.path / name):
             if name not in self._files:
                 self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
             self._files[name].write(text)
+
+    def _save(self, name: str, content: bytes) -> None:
+        path = self.path / "saved" / name
+        with self._going_on(path):
+            path.parent.mkdir(exist_ok=True)
+            unfinished = path.with_name(f".{name}")
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+
+    @contextlib.contextmanager
+    def _going_on(self, path: Path) -> Iterator[None]:
+        """Have the run go on where something cannot be written."""
+        try:
+            yield
         except OSError as exc:
             if not self._full:
-                log.warning("%s cannot be written (%s); the run goes on.", self.path / name, exc.strerror)
+                log.warning("%s cannot be written (%s); the run goes on.", path, exc.strerror)
             self._full = True
 
 
@@ -141,7 +158,7 @@ class Run:
         The name of its folder.
     folder : Path
         ``rank-N.log`` is all that rank N has printed so far; ``events.jsonl`` has what ranks gave to ``sr.report``, and
-        warnings; ``run.json`` says what runs where.
+        warnings; ``saved`` what they gave to ``sr.dask.save``; ``run.json`` says what runs where.
     places : sequence of Place
         Where its ranks are, by rank; empty until they have started.
     board : Board or None

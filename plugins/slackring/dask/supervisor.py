@@ -25,7 +25,7 @@ HOLDING = ("running", "paused")
 """What a worker's status is while its rank goes on: Dask pauses one that has much in memory, which begins nothing new then."""
 
 _TICK = 0.1  # seconds between two looks at the rank
-_CHUNK = 1 << 20  # bytes of a result that are sent at once
+_CHUNK = 1 << 20  # bytes of an event's content that are sent at once, before the event
 _TAIL, _TAIL_LENGTH = 60, 20_000  # lines, and characters, of the log that tell why a rank has died
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI_", "SLURM_", "SLACKRING_")  # what their variables begin with
 _OF_OTHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -129,7 +129,7 @@ class _Supervisor:
             else:
                 child.send(self._in_files(order))
         events = child.events()
-        self._log(child, everything=any("result" in event for event in events))
+        self._log(child, everything=any("content" in event for event in events))
         for event in events:
             self._pass_on(event)
 
@@ -155,11 +155,11 @@ class _Supervisor:
     def _pass_on(self, event: Event) -> None:
         if event["kind"] == "progress":
             metrics.update(self._run_id, self._seat.rank, event)
-        file = event.pop("result", None)
+        file = event.pop("content", None)
         if file is not None:
-            with open(file, "rb") as result:
-                while (data := result.read(_CHUNK)) and self._room():
-                    self._box.put({"kind": "result", "data": data})
+            with open(file, "rb") as content:
+                while (data := content.read(_CHUNK)) and self._room():
+                    self._box.put({"kind": "content", "data": data})
             os.unlink(file)
         self._box.put(event)
 

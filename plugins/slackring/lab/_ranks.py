@@ -7,8 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
+import cloudpickle
+
+from slackring.dask.saving import save
 from slackring.errors import DivergedError, SlackringError
-from slackring.lab.checkpoint import Checkpoints
+from slackring.lab.checkpoint import Checkpoints, Earlier
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import EVENT, run_name
@@ -17,6 +20,8 @@ from slackring.lab.train import inject, train
 from slackring.optim.ambient import slowed, stop_wish
 from slackring.ring.horovod import HorovodRing, import_horovod
 from slackring.stragglers import NoStraggler
+
+CHECKPOINT = "checkpoint"
 
 
 def main(orders_file: str) -> int:
@@ -60,7 +65,9 @@ class _Wish(Interrupt):
         self._others = number
 
 
-def train_on_rank(config: TrainConfig, checkpoint: bool) -> Run | None:
+def train_on_rank(
+    config: TrainConfig, checkpoint: bool, every: float | None = None, earlier: Earlier | None = None
+) -> Run | None:
     """Train on this rank of a pool.
 
     Parameters
@@ -69,6 +76,10 @@ def train_on_rank(config: TrainConfig, checkpoint: bool) -> Run | None:
         The run.
     checkpoint
         Whether it ends with a checkpoint.
+    every
+        Seconds between checkpoints on the way, which rank 0 saves as :data:`CHECKPOINT`: the run so far, pickled.
+    earlier
+        The run to continue.
 
     Returns
     -------
@@ -79,8 +90,9 @@ def train_on_rank(config: TrainConfig, checkpoint: bool) -> Run | None:
     ring = inject(HorovodRing(), config)
     if not isinstance(config.parsed_straggler(), NoStraggler):
         slowed.set()
+    checkpoints = Checkpoints(every, lambda run: save(CHECKPOINT, cloudpickle.dumps(run))) if checkpoint else None
     try:
-        return train(config, ring=ring, interrupt=_Wish(), checkpoints=Checkpoints() if checkpoint else None)
+        return train(config, ring=ring, interrupt=_Wish(), checkpoints=checkpoints, earlier=earlier)
     finally:
         slowed.clear()
 

@@ -181,6 +181,12 @@ class Earlier:
         """Ranks that the run had."""
         return int(self.run.facts["ranks"])
 
+    def on_others(self, ranks: int) -> str | None:
+        """A sentence that says how the run goes on if its ranks are not as many as before; None if they are."""
+        if ranks == self.ranks:
+            return None
+        return f"the run had {self.ranks} ranks and goes on with {ranks}: from the anchor, without what was in flight."
+
     def going_on(self, limits: dict[str, Any]) -> TrainConfig:
         """What the resumed run is: as before, until the limits in `limits` if there are any.
 
@@ -224,7 +230,9 @@ def load_earlier(folder: Path) -> Earlier:
     run = load_run(folder)
     files = sorted((folder / "checkpoint").glob("rank-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
     if not files:
-        raise DataError(f"run {str(folder)!r} has no checkpoint to go on from; 'slackring train' writes them.")
+        raise DataError(
+            f"run {str(folder)!r} has no checkpoint to go on from; 'slackring train' and 'slackring run' write them."
+        )
     if [file.name for file in files] != [f"rank-{rank}.pt" for rank in range(len(files))]:
         raise DataError(f"the checkpoint of run {str(folder)!r} lacks the file of a rank.")
     return Earlier(folder, dataclasses.replace(run, checkpoint=tuple(file.read_bytes() for file in files)))
@@ -296,7 +304,8 @@ class RunFolder:
 
     def __init__(self, out: Path, name: str) -> None:
         self._out, self._name = out, name
-        self._latest: Path | None = None
+        self.latest: Path | None = None
+        """The last checkpoint on the way, until the run is finished."""
 
     @property
     def path(self) -> Path:
@@ -313,7 +322,7 @@ class RunFolder:
             shutil.rmtree(self._out / name, ignore_errors=True)
             return
         self._drop_latest()
-        self._latest = folder
+        self.latest = folder
 
     def finish(self, run: Run) -> Path:
         """Write the run, which makes the checkpoints before it superfluous.
@@ -326,13 +335,13 @@ class RunFolder:
         try:
             folder = save_run(run, self._out, self._name)
         except OutputError as exc:
-            if self._latest is None:
+            if self.latest is None:
                 raise
-            raise OutputError(f"{exc} The last checkpoint on the way is {str(self._latest)!r}.") from exc
+            raise OutputError(f"{exc} The last checkpoint on the way is {str(self.latest)!r}.") from exc
         self._drop_latest()
         return folder
 
     def _drop_latest(self) -> None:
-        if self._latest is not None:
-            shutil.rmtree(self._latest, ignore_errors=True)
-            self._latest = None
+        if self.latest is not None:
+            shutil.rmtree(self.latest, ignore_errors=True)
+            self.latest = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from slackring.dask import Run as RunningRun
 from slackring.dask.cluster_files import read
 from slackring.dask.live import show
 from slackring.errors import DivergedError, PoolError, RankError, RingError, SlackringError
-from slackring.lab._ranks import train_on_rank
+from slackring.lab._ranks import CHECKPOINT, train_on_rank
+from slackring.lab.checkpoint import Checkpoints, Earlier
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
 from slackring.lab.launch import run_name
@@ -85,7 +87,8 @@ def train_on_dask(
     config: TrainConfig,
     interrupt: Interrupt,
     *,
-    checkpoint: bool = False,
+    checkpoints: Checkpoints | None = None,
+    earlier: Earlier | None = None,
     console: Console | None = None,
 ) -> tuple[Run, Path]:
     """Train one run.
@@ -98,8 +101,10 @@ def train_on_dask(
         The run.
     interrupt
         Ends it early, on all ranks after the same round.
-    checkpoint
-        Whether it ends with a checkpoint.
+    checkpoints
+        When to take checkpoints; what is kept is kept here. None takes none, not even at the end.
+    earlier
+        The run to continue.
     console
         Where to draw how far it is; None draws nothing.
 
@@ -115,9 +120,21 @@ def train_on_dask(
     RankError
         If a rank failed otherwise; the message has its traceback or the end of its log.
     """
-    running = executor.run_remote(train_on_rank, [config, checkpoint])
+    every = None if checkpoints is None else checkpoints.every
+    running = executor.run_remote(train_on_rank, [config, checkpoints is not None, every, earlier])
+
+    def keep() -> None:
+        """Keep the checkpoint that has come since the last one, if one has."""
+        file = running.folder / "saved" / CHECKPOINT
+        if checkpoints is not None and file.exists():
+            checkpoints.keep(_placed(pickle.loads(file.read_bytes()), running))
+            file.unlink()
+
     try:
-        _follow(running, config.rule, interrupt, console)
+        try:
+            _follow(running, config.rule, interrupt, keep, console)
+        finally:
+            keep()
         run = next(result for result in running.result() if result is not None)
     except RankError as exc:
         cause = exc.__cause__
@@ -127,8 +144,8 @@ def train_on_dask(
             raise SlackringError(f"{cause} The logs are in {str(running.folder)!r}.") from None
         shutil.rmtree(running.folder, ignore_errors=True)
         raise cause from None
-    where = {"launcher": "dask", "hosts": [place.worker.hostname for place in running.places], "git": git_revision()}
-    return dataclasses.replace(run, facts={**run.facts, **where}), running.folder
+    shutil.rmtree(running.folder / "saved", ignore_errors=True)
+    return _placed(run, running), running.folder
 
 
 def run_on_dask(
@@ -173,26 +190,35 @@ def keep_logs(logs: Path, run: Path) -> None:
         logs.rename(run / "ranks")
 
 
+def _placed(run: Run, running: RunningRun) -> Run:
+    """Add to what ranks know of their run what is known here."""
+    where = {"launcher": "dask", "hosts": [place.worker.hostname for place in running.places], "git": git_revision()}
+    return dataclasses.replace(run, facts={**run.facts, **where})
+
+
 def _is_address(cluster: str) -> bool:
     return "://" in cluster
 
 
-def _follow(running: RunningRun, title: str, interrupt: Interrupt, console: Console | None) -> None:
-    """Wait for a run's end, and pass a wish to stop on to it."""
+def _follow(
+    running: RunningRun, title: str, interrupt: Interrupt, keep: Callable[[], None], console: Console | None
+) -> None:
+    """Wait for a run's end, keep its checkpoints, and pass a wish to stop on to it."""
     while running.board is None and not running.done():
         time.sleep(_TICK)
     if running.board is None:
         return
     running.board.title = title
     if console is None:
-        for _ in _until_done(running, interrupt):
+        for _ in _until_done(running, interrupt, keep):
             pass
     else:
-        show(running.board, _until_done(running, interrupt), console)
+        show(running.board, _until_done(running, interrupt, keep), console)
 
 
-def _until_done(running: RunningRun, interrupt: Interrupt) -> Iterator[None]:
+def _until_done(running: RunningRun, interrupt: Interrupt, keep: Callable[[], None]) -> Iterator[None]:
     while not running.done():
+        keep()
         if interrupt.signal is not None and not running.stopping:
             running.stop()
         yield

@@ -194,4 +194,5 @@ def print_run(run: Run, folder: str, console: Console) -> None:
     if summary.interrupted:
         console.print("Interrupted: this run was cut short.", style="yellow")
         if (Path(folder) / "checkpoint").is_dir():
-            console.print(f"Go on with: slackring train --resume {folder}", highlight=False, soft_wrap=True)
+            command = "run" if run.facts.get("launcher") == "dask" else "train"
+            console.print(f"Go on with: slackring {command} --resume {folder}", highlight=False, soft_wrap=True)

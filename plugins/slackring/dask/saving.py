@@ -1,0 +1,58 @@
+"""Files that a rank sends to the folder of its run, while it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from slackring.errors import PoolError
+
+__all__ = ["save", "send_by"]
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+_send: Callable[[str, bytes], object] | None = None
+
+
+def save(name: str, content: bytes) -> None:
+    """From a rank of a pool, write a file into the folder of its run: ``runs/<id>/saved/<name>``, where the client is.
+
+    It goes there while the rank goes on, and takes the place of an earlier file of this name once all of it has come. So a
+    checkpoint outlives the rank and its worker.
+
+    Parameters
+    ----------
+    name
+        Letters, digits, and ``_.-``, of which the latter two do not come first.
+    content
+        What is in it.
+
+    Raises
+    ------
+    PoolError
+        If this process is no rank of a :class:`~slackring.dask.DaskExecutor`, or the name cannot be one.
+    OSError
+        If the worker's disk has no room for it on its way.
+
+    Examples
+    --------
+    In the training function, on rank 0::
+
+        if optimizer.progress.rounds % 1000 == 0:
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            sr.dask.save("model.pt", file.getvalue())
+    """
+    if not _NAME.fullmatch(name):
+        raise PoolError(f"{name!r} is no name for a saved file: letters, digits, and _ . - (not first) make one.")
+    if _send is None:
+        raise PoolError(
+            f"{name!r} cannot be saved: this is no rank of a DaskExecutor, which would have a run's folder."
+        )
+    _send(name, content)
+
+
+def send_by(send: Callable[[str, bytes], object]) -> None:
+    """Say how files leave this process; whoever runs a rank does."""
+    global _send
+    _send = send
