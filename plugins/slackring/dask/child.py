@@ -113,6 +113,7 @@ class Child:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.code is None:
                 self._signal(number)
+                self._signal(signal.SIGCONT)  # one that is stopped would not hear of it
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_GRACE)
         self._signal(signal.SIGKILL)  # to what it has left behind
