@@ -130,7 +130,7 @@ for _ in range(5):
 print("the end")
 """
 INIT = {
-    horovodrun: "import horovod.torch as hvd; hvd.init()",
+    horovodrun: "import horovod.torch as hvd; hvd.init(); sr.ring(); hvd.shutdown(); hvd.init()",
     torchrun: "torch.distributed.init_process_group('gloo')",
 }
 

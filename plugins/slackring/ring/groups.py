@@ -33,6 +33,11 @@ class Groups:
         """Types of the devices that there is a backend for."""
         return frozenset(self._backends)
 
+    @property
+    def close_alone(self) -> bool:
+        """Whether a rank can close a group without the other ranks, as NCCL's cannot be relied on."""
+        return set(self._backends.values()) == {"gloo"}
+
     def make(self, name: str) -> dist.ProcessGroup:
         """Make a group; on all its ranks, in the same order."""
         backends = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())

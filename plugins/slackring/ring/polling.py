@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -77,8 +78,8 @@ class PolledRing(Ring, Generic[Handle]):
         self._failed: str | None = None
         self._whole = whole
         self._under_way: set[Handle] = set()
-        # After the library was initialised, and so before what it does at the end itself.
-        atexit.register(_leave, weakref.ref(self), os.getpid())
+        self._leave = functools.partial(_leave, weakref.ref(self), os.getpid())
+        atexit.register(self._leave)
 
     @property
     @abstractmethod
@@ -102,6 +103,13 @@ class PolledRing(Ring, Generic[Handle]):
         super().before_collective(callback)
         if self._whole is not None:
             self._whole.before_collective(callback)
+
+    def claim(self, owner: object = None) -> int:
+        """A number for whoever sends rounds here."""
+        # What is registered last is called first: before what the library does at the end, also if it was initialised anew.
+        atexit.unregister(self._leave)
+        atexit.register(self._leave)
+        return super().claim(owner)
 
     def open(self, name: str) -> Flight:
         """Open a round."""
@@ -166,7 +174,10 @@ class PolledRing(Ring, Generic[Handle]):
                 patience *= 2
 
     def leave(self) -> None:
-        """At the end of the process, wait for what this rank has begun: without it, it would fail on ranks that come later."""
+        """At the end of the process, wait for what this rank has begun: without it, it would fail on ranks that come later.
+
+        A process that ends by an exception does not wait, one that ends by ``sys.exit`` does, half a minute at most.
+        """
         if self._failed is None and self.current:
             deadline = self.clock.now() + _FAREWELL
             self.poll_until(

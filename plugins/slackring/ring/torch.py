@@ -187,7 +187,7 @@ class TorchRing(PolledRing[_Under]):
         then (torch 2.13).
         """
         super().leave()
-        if self._failed is None:
+        if self._failed is None and self._groups.close_alone:
             for key in list(self._channels):
                 self._close(key)
         if self._world() is not None:  # torch or the user holds it, and its threads, which have ended otherwise
