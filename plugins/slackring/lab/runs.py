@@ -188,7 +188,8 @@ def new_folder(out: Path, name: str) -> Iterator[Path]:
     partial = out / f".{name}.{secrets.token_hex(4)}"
     try:
         with writing(out):
-            partial.mkdir(parents=True)
+            out.mkdir(parents=True, exist_ok=True)
+            partial.mkdir(mode=0o700)
             yield partial
             partial.rename(final)
     except BaseException:
