@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from slackring import __version__
-from slackring.errors import OutputError, RankError, RingError, SlackringError, SpecError
+from slackring.errors import OutputError, RingError, SlackringError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -243,9 +243,10 @@ def run(
     """Train one model under one rule on a Dask cluster, which starts one rank a worker.
 
     The cluster is one that a YAML file describes (see cluster_configs/), which is started and ended with the run, or one that
-    runs already, at its scheduler's address. Ctrl-C ends the run on all ranks after the same round, with all results; again, at
-    once. The run's folder is as of `slackring train`, with the logs of the ranks in ranks/, and both commands can --resume it; so
-    are the checkpoints of --checkpoint-every, which are written here, and left behind if a rank or its worker dies.
+    runs already, at its scheduler's address. Ctrl-C ends the run on all ranks after the same round, with all results; a second
+    Ctrl-C ends it at once. The run's folder is like that of `slackring train`, with the logs of the ranks in ranks/. Both
+    commands can --resume it, or a checkpoint of --checkpoint-every: these are written here, and stay if a rank or its worker
+    dies.
 
     \b
     Examples:
@@ -283,10 +284,10 @@ def run(
             trained, logs = train_on_dask(
                 executor, config, interrupt, checkpoints=checkpoints, earlier=earlier, console=console
             )
-        except RankError as exc:
-            if folder.latest is None:
-                raise
-            raise RankError(f"{exc}\nTo go on from its last checkpoint: --resume {folder.latest}", exc.rank) from exc
+        except BaseException:
+            if folder.latest is not None:
+                click.echo(f"slackring: the run can go on from its last checkpoint: --resume {folder.latest}", err=True)
+            raise
         _finish(trained, folder, as_json)
         keep_logs(logs, folder.path)
     if interrupt.signal == signal.SIGINT:

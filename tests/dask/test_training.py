@@ -151,7 +151,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_a_dead_rank_leaves_behind(
         killing.result()
     assert (code, out) == (2, "")
     (kept,) = Path("runs").glob("*-round*")
-    assert f"To go on from its last checkpoint: --resume {kept}" in err
+    assert f"the run can go on from its last checkpoint: --resume {kept}" in err
     before = load_run(kept)
     assert before.facts["launcher"] == "dask"
 

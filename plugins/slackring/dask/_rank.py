@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
+import functools
 import json
 import os
 import queue
@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def main(pipe: int) -> int:
     relay = Relay(hello["host"], hello["port"], bytes.fromhex(hello["secret"]))
     os.environ.update(relay.environment())
     folder = Path(hello["folder"])
-    send_by(_sender(supervisor, folder))
+    send = functools.partial(_send, supervisor, folder)
     supervisor.tell({"kind": "started", "pid": os.getpid()})
     executable: list[Any] = []
     while (order := supervisor.orders.get())["op"] != "quit":
@@ -101,6 +101,7 @@ def main(pipe: int) -> int:
             continue
         relay.generation = order["generation"]
         supervisor.begin(order)
+        send_by(send if order["run"] else None)
         result = Path(order["result"])
         try:
             with Telemetry(hello["rank"], supervisor.tell):
@@ -116,16 +117,17 @@ def main(pipe: int) -> int:
     return 0
 
 
-def _sender(supervisor: _Supervisor, folder: Path) -> Callable[[str, bytes], None]:
-    """Make what sends files to the run's folder."""
-    numbers = itertools.count()
-
-    def send(name: str, content: bytes) -> None:
-        file = folder / f"saved-{next(numbers)}"
-        file.write_bytes(content)
-        supervisor.tell({"kind": "saved", "name": name, "content": str(file)})
-
-    return send
+def _send(supervisor: _Supervisor, folder: Path, name: str, content: bytes) -> None:
+    """Send a file to the run's folder; a newer one takes the place of one that is still here."""
+    file = folder / f"saved-{name}"
+    whole = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        whole.write_bytes(content)
+        os.replace(whole, file)
+    except OSError:
+        whole.unlink(missing_ok=True)
+        raise
+    supervisor.tell({"kind": "saved", "name": name, "content": str(file)})
 
 
 def _rest() -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -98,15 +98,25 @@ class Child:
                     self._unread = [piece]
         return [json.loads(line) for line in lines]
 
-    def printed(self) -> str:
-        """Take some of what it has printed since the last time; empty if that is nothing."""
-        part = os.pread(self._log.fileno(), _BUFFER, self._logged)
-        # A character may be written in parts; at the end of the file it may stay broken.
-        whole = len(part)
-        while whole > max(len(part) - 4, 0) and self.code is None and _broken(part[:whole]):
-            whole -= 1
-        self._logged += whole
-        return part[:whole].decode(errors="replace")
+    def printed(self) -> Iterator[str]:
+        """Take what it has printed since the last time, in parts; not what it prints meanwhile."""
+        end = os.fstat(self._log.fileno()).st_size
+        while self._logged < end:
+            part = os.pread(self._log.fileno(), min(_BUFFER, end - self._logged), self._logged)
+            # A character may be written in parts; at the end of the file it may stay broken.
+            whole = len(part)
+            while whole > max(len(part) - 4, 0) and self.code is None and _broken(part[:whole]):
+                whole -= 1
+            if not whole:
+                return
+            self._logged += whole
+            yield part[:whole].decode(errors="replace")
+
+    def tail(self, lines: int, characters: int) -> str:
+        """Give the end of what it has printed."""
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), 4 * characters, max(size - 4 * characters, 0)).decode(errors="replace")
+        return "".join(text.splitlines(keepends=True)[-lines:])[-characters:]
 
     def end(self) -> None:
         """End it and all that it has started: politely, and after some seconds by force."""

@@ -182,7 +182,10 @@ class Pool:
             async with asyncio.timeout(self._settings.timeout_s):
                 await asyncio.gather(*(self._until(member, member.ready) for member in self._members))
         except (RankError, TimeoutError) as exc:
-            log.warning("Starting all ranks anew: %s", str(exc) or "one that has nothing to do does not answer.")
+            silent = ", ".join(member.name for member in self._members if not member.ready.is_set())
+            log.warning(
+                "Starting all ranks anew: %s", str(exc) or f"{silent} does not answer, though nothing runs there."
+            )
             await self.close(kill=True)
             return False
         finally:
@@ -438,8 +441,10 @@ class Pool:
         """Wait for something of a rank, or its end."""
         waiting = asyncio.ensure_future(event.wait())
         futures: list[asyncio.Future[Any]] = [waiting, member.over]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
         if not event.is_set():
             raise self._error(member.over.result())
 
@@ -510,8 +515,8 @@ class Pool:
             case "content":
                 member.content += event["data"]
             case "saved":
-                self._sink(rank, {**event, "content": bytes(member.content)})
-                member.content.clear()
+                self._sink(rank, {**event, "content": member.content})
+                member.content = bytearray()
             case "done":
                 member.settle(Answer(rank, "done", bytes(member.content)))
             case "failed":

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,7 +56,9 @@ class RunFolder:
                 f"results cannot be written to {str(path)!r}: {exc.strerror}; give another out=."
             ) from exc
         self._files: dict[str, TextIO] = {}
-        self._full = self._closed = False
+        self._saving = ThreadPoolExecutor(1, "slackring-saving")  # large files would keep the event loop busy
+        self._unwritten: set[str] = set()
+        self._closed = False
 
     def describe(self, what: str, places: Sequence[Place]) -> None:
         """Say what runs, and where."""
@@ -81,38 +83,43 @@ class RunFolder:
         elif event["kind"] in ("report", "warning"):
             self._append("events.jsonl", json.dumps({"rank": rank, **event}) + "\n")
         elif event["kind"] == "saved":
-            self._save(event["name"], event["content"])
+            self._saving.submit(self._save, event["name"], event["content"])
 
     def close(self) -> None:
-        """Close its files, for good."""
+        """Close its files, for good; waits for those that are being saved."""
         self._closed = True
+        self._saving.shutdown()
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def _append(self, name: str, text: str) -> None:
-        with self._going_on(self.path / name):
+        with self._going_on(name):
             if name not in self._files:
                 self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
             self._files[name].write(text)
 
     def _save(self, name: str, content: bytes) -> None:
         path = self.path / "saved" / name
-        with self._going_on(path):
+        unfinished = path.with_name(f".{name}")
+        with self._going_on(f"saved/{name}"):
             path.parent.mkdir(exist_ok=True)
-            unfinished = path.with_name(f".{name}")
-            unfinished.write_bytes(content)
-            os.replace(unfinished, path)
+            try:
+                unfinished.write_bytes(content)
+                os.replace(unfinished, path)
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
 
     @contextlib.contextmanager
-    def _going_on(self, path: Path) -> Iterator[None]:
-        """Have the run go on where something cannot be written."""
+    def _going_on(self, name: str) -> Iterator[None]:
+        """Have the run go on where a file cannot be written, and say so once."""
         try:
             yield
         except OSError as exc:
-            if not self._full:
-                log.warning("%s cannot be written (%s); the run goes on.", path, exc.strerror)
-            self._full = True
+            if name not in self._unwritten:
+                log.warning("%s cannot be written (%s); the run goes on.", self.path / name, exc.strerror)
+            self._unwritten.add(name)
 
 
 class _Messenger:
@@ -274,7 +281,7 @@ class Run:
             self._messenger.abandon()
             raise PoolError(f"{self.what}() was cancelled, and its ranks have ended.") from None
         finally:
-            self._written.close()
+            await asyncio.to_thread(self._written.close)
             await asyncio.to_thread(self._messenger.close)
 
     @property

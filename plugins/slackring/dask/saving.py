@@ -30,7 +30,7 @@ def save(name: str, content: bytes) -> None:
     Raises
     ------
     PoolError
-        If this process is no rank of a :class:`~slackring.dask.DaskExecutor`, or the name cannot be one.
+        Outside of what a :class:`~slackring.dask.DaskExecutor` runs, and for a name that cannot be one.
     OSError
         If the worker's disk has no room for it on its way.
 
@@ -47,12 +47,12 @@ def save(name: str, content: bytes) -> None:
         raise PoolError(f"{name!r} is no name for a saved file: letters, digits, and _ . - (not first) make one.")
     if _send is None:
         raise PoolError(
-            f"{name!r} cannot be saved: this is no rank of a DaskExecutor, which would have a run's folder."
+            f"{name!r} cannot be saved: only what DaskExecutor.run() and its like run on a rank has a folder for it."
         )
     _send(name, content)
 
 
-def send_by(send: Callable[[str, bytes], object]) -> None:
-    """Say how files leave this process; whoever runs a rank does."""
+def send_by(send: Callable[[str, bytes], object] | None) -> None:
+    """Say how files leave this process, if there is a run that they belong to; whoever runs a rank does."""
     global _send
     _send = send

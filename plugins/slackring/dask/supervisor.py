@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slackring.dask import metrics
 from slackring.dask.child import Child
@@ -89,7 +89,6 @@ class _Supervisor:
         self._seat, self._box, self._folder, self._wanted = seat, box, folder, wanted
         self._meeting: Rendezvous | None = None
         self._calls, self._run_id = 0, ""
-        self._tail = ""
 
     def run(self) -> None:
         with ExitStack() as at_the_end:
@@ -107,31 +106,30 @@ class _Supervisor:
     def _run(self, start: Order) -> None:
         with Child(self._folder, _environment(start["environments"][self._seat.rank])) as child:
             child.send({"op": "hello", **start["hello"], "rank": self._seat.rank, "folder": str(self._folder)})
+            told = self._told(child)
             while child.code is None and self._wanted():
-                select.select([self._box.bell, child.pipe], [], [], _TICK)
-                self._work(child)
-            self._work(child)  # what it said last
-            self._log(child, everything=True)
+                readable = [self._box.bell] if self._box.full else [self._box.bell, child.pipe]
+                select.select(readable, [], [], _TICK)
+                self._obey(child)
+                self._pass_on(told)
             child.end()
-            self._box.put(self._ended(child.code))
-        while not self._box.empty and self._wanted():
-            list(self._orders())  # nobody is left to carry them out
+            self._pass_on(told)  # what it said last
+            self._box.put(self._ended(child))
+            while not self._box.empty and self._wanted():
+                list(self._orders())  # nobody is left to carry them out
+                self._pass_on(told)
 
     def _orders(self) -> Iterator[Order]:
         """Wait a moment for orders."""
         select.select([self._box.bell], [], [], _TICK)
         return self._box.orders()
 
-    def _work(self, child: Child) -> None:
+    def _obey(self, child: Child) -> None:
         for order in self._box.orders():
             if order["op"] == "open":
                 self._open(order)
             else:
                 child.send(self._in_files(order))
-        events = child.events()
-        self._log(child, everything=any("content" in event for event in events))
-        for event in events:
-            self._pass_on(event)
 
     def _open(self, order: Order) -> None:
         if self._meeting is not None:
@@ -152,37 +150,49 @@ class _Supervisor:
             files[part] = str(file)
         return {**order, **files}
 
-    def _pass_on(self, event: Event) -> None:
-        if event["kind"] == "progress":
-            metrics.update(self._run_id, self._seat.rank, event)
-        file = event.pop("content", None)
-        if file is not None:
-            with open(file, "rb") as content:
-                while (data := content.read(_CHUNK)) and self._room():
-                    self._box.put({"kind": "content", "data": data})
-            os.unlink(file)
-        self._box.put(event)
+    def _pass_on(self, told: Iterator[Event | None]) -> None:
+        """Send the client what there is, as far as there is room for it; the rest comes later, or never if the rank ends."""
+        while not self._box.full and (event := next(told)) is not None:
+            self._box.put(event)
 
-    def _log(self, child: Child, *, everything: bool) -> None:
-        """Send what the rank has printed; as much as there is room for, unless all of it is to be sent now."""
-        while (everything and self._room()) or not self._box.full:
-            text = child.printed()
-            if not text:
-                return
-            lines = (self._tail + text).splitlines(keepends=True)
-            self._tail = "".join(lines[-_TAIL:])[-_TAIL_LENGTH:]
-            self._box.put({"kind": "log", "text": text})
+    def _told(self, child: Child) -> Iterator[Event | None]:
+        """What the rank tells, in pieces and in order; None whenever it tells nothing more."""
+        while True:
+            events = child.events()
+            for text in child.printed():  # before the event that comes after it
+                yield {"kind": "log", "text": text}
+            for event in events:
+                if event["kind"] == "progress":
+                    metrics.update(self._run_id, self._seat.rank, event)
+                file = event.pop("content", None)
+                if file is None:
+                    yield event
+                elif (content := _opened(file)) is not None:
+                    with content:
+                        while data := content.read(_CHUNK):
+                            yield {"kind": "content", "data": data}
+                    yield event
+            yield None
 
-    def _room(self) -> bool:
-        """Wait until the client has taken enough; whether it still wants more."""
-        while self._box.full and self._wanted():
-            select.select([], [], [], _TICK)
-        return self._wanted()
-
-    def _ended(self, code: int | None) -> Event:
+    def _ended(self, child: Child) -> Event:
+        code = child.code
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
-        text = f"Its log ends with:\n{self._tail}" if self._tail else "It has printed nothing."
-        return {"kind": "ended", "sentence": how, "text": text}
+        tail = child.tail(_TAIL, _TAIL_LENGTH)
+        return {
+            "kind": "ended",
+            "sentence": how,
+            "text": f"Its log ends with:\n{tail}" if tail else "It has printed nothing.",
+        }
+
+
+def _opened(file: str) -> BinaryIO | None:
+    """Take a file of the rank's from its folder; None if it is not there, since an earlier event of the same file took it."""
+    try:
+        content = open(file, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return None
+    os.unlink(file)
+    return content
 
 
 def _environment(given: dict[str, str]) -> dict[str, Any]:

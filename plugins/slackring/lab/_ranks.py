@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +22,10 @@ from slackring.optim.ambient import slowed, stop_wish
 from slackring.ring.horovod import HorovodRing, import_horovod
 from slackring.stragglers import NoStraggler
 
+log = logging.getLogger("slackring")
+
 CHECKPOINT = "checkpoint"
+"""Name by which rank 0 of a pool saves the run so far."""
 
 
 def main(orders_file: str) -> int:
@@ -77,7 +81,7 @@ def train_on_rank(
     checkpoint
         Whether it ends with a checkpoint.
     every
-        Seconds between checkpoints on the way, which rank 0 saves as :data:`CHECKPOINT`: the run so far, pickled.
+        Seconds between checkpoints on the way, which rank 0 saves as :data:`CHECKPOINT`, pickled.
     earlier
         The run to continue.
 
@@ -90,11 +94,23 @@ def train_on_rank(
     ring = inject(HorovodRing(), config)
     if not isinstance(config.parsed_straggler(), NoStraggler):
         slowed.set()
-    checkpoints = Checkpoints(every, lambda run: save(CHECKPOINT, cloudpickle.dumps(run))) if checkpoint else None
     try:
-        return train(config, ring=ring, interrupt=_Wish(), checkpoints=checkpoints, earlier=earlier)
+        return train(
+            config,
+            ring=ring,
+            interrupt=_Wish(),
+            checkpoints=Checkpoints(every, _keep) if checkpoint else None,
+            earlier=earlier,
+        )
     finally:
         slowed.clear()
+
+
+def _keep(run: Run) -> None:
+    try:
+        save(CHECKPOINT, cloudpickle.dumps(run))
+    except OSError as exc:
+        log.warning("no checkpoint after round %d: %s", run.summary.rounds, exc)
 
 
 if __name__ == "__main__":

@@ -127,8 +127,9 @@ def train_on_dask(
         """Keep the checkpoint that has come since the last one, if one has."""
         file = running.folder / "saved" / CHECKPOINT
         if checkpoints is not None and file.exists():
-            checkpoints.keep(_placed(pickle.loads(file.read_bytes()), running))
-            file.unlink()
+            taken = file.replace(running.folder / CHECKPOINT)  # out of the way of the next one
+            checkpoints.keep(_placed(pickle.loads(taken.read_bytes()), running))
+            taken.unlink()
 
     try:
         try:
