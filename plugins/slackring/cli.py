@@ -57,7 +57,7 @@ def _training(command: F) -> F:
         click.option("--straggler", default="none", show_default=True, help="Who is slow, e.g. persistent:ranks=3,factor=4."),
         click.option("--network", default="none", show_default=True, help="What a round costs, e.g. latency=0.01,bandwidth=1e9."),
         click.option("--compression", default="none", show_default=True, help="How contributions travel: none or fp16."),
-        click.option("--step-time", type=float, help="Seconds to fill a local step up to, by sleep (virtual: 0.1)."),
+        click.option("--step-time", type=float, help="Seconds to fill a local step up to, by sleep (virtual, compare: 0.1)."),
         click.option("--batch-size", type=int, default=32, show_default=True, help="Samples in a rank's micro-batch."),
         click.option("--momentum", type=float, default=0.0, show_default=True, help="Momentum of SGD."),
         click.option("--seconds", type=float, help=f"End after this many seconds of training ({_LIMIT:g} if no limit is given)."),
@@ -73,9 +73,21 @@ def _training(command: F) -> F:
 def _ranks(command: F) -> F:
     """Add the options that say how many ranks there are, and of which kind."""
     options = [
-        click.option("--workers", type=int, help=f"Number of ranks, unless a launcher starts them ({_WORKERS})."),
+        click.option(
+            "--workers", type=int, help=f"Number of ranks, unless a launcher or a cluster has them ({_WORKERS})."
+        ),
         click.option("--virtual", is_flag=True, help="Virtual ranks under a virtual clock: no Horovod, no waiting."),
     ]
+    return _added(options, command)
+
+
+def _on_cluster(command: F) -> F:
+    """Add the options of commands that can train on a Dask cluster."""
+    options = [
+        click.option("--cluster", default="", metavar="FILE|ADDRESS",
+                     help="Dask cluster: a file, or tcp://HOST:PORT; else this machine."),
+        click.option("--wait", type=float, default=100.0, show_default=True, help="Seconds to wait for the cluster's workers."),
+    ]  # fmt: skip
     return _added(options, command)
 
 
@@ -84,7 +96,8 @@ def _one_run(command: F) -> F:
     options = [
         click.option("--lr", type=float, help="Of SGD. Default: 0.2, times the ranks for rules that send gradients (bsp)."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of the model, the batches and the straggler."),
-        click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with this run; limits may be new."),
+        click.option("--resume", type=click.Path(path_type=Path), metavar="RUN",
+                     help="Go on with this run, its settings and clock. Limits, its own or new ones, count from its start."),
         click.option("--checkpoint-every", type=float, help="Seconds between checkpoints; there is one at the end anyway."),
     ]  # fmt: skip
     return _added(options, command)
@@ -220,9 +233,7 @@ def train(
 @cli.command()
 @click.option("--rule", help="Synchronisation rule, e.g. bsp, or losp:k_max=16,compensation=0.5.")
 @_one_run
-@click.option(
-    "--cluster", default="", metavar="FILE|ADDRESS", help="Dask cluster: a file, or tcp://HOST:PORT; else this machine."
-)
+@_on_cluster
 @click.option(
     "--workers",
     type=click.IntRange(1),
@@ -235,6 +246,7 @@ def run(
     resume: Path | None,
     checkpoint_every: float | None,
     cluster: str,
+    wait: float,
     workers: int | None,
     out: Path,
     as_json: bool,
@@ -262,7 +274,7 @@ def run(
     from slackring.lab.checkpoint import Checkpoints, RunFolder
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
-    from slackring.lab.on_dask import check_cluster, dask_ranks, keep_logs, train_on_dask
+    from slackring.lab.on_dask import check_cluster, dask_ranks, keep_logs, train_on_dask, workers_of
     from slackring.lab.runs import check_writable
     from slackring.ring.ambient import launcher
 
@@ -277,8 +289,8 @@ def run(
     folder = RunFolder(out, _new_run(config))
     checkpoints = Checkpoints(checkpoint_every, folder.keep)
     console = None if as_json else Console(stderr=True)
-    ranks = workers or (earlier.ranks if earlier is not None else None if cluster else _WORKERS)
-    with dask_ranks(cluster, ranks, [config.task], out) as executor, Interrupt() as interrupt:
+    ranks = workers or (earlier.ranks if earlier is not None else workers_of(cluster) if cluster else _WORKERS)
+    with dask_ranks(cluster, ranks, [config.task], out, wait) as executor, Interrupt() as interrupt:
         _tell_of_others(earlier, executor.size)
         try:
             trained, logs = train_on_dask(
@@ -304,9 +316,7 @@ def run(
     help="Rates to tune on.",
 )
 @click.option("--seeds", callback=_numbers(int), default="0", show_default=True, help="Seeds of the runs that count.")
-@click.option(
-    "--cluster", default="", metavar="FILE|ADDRESS", help="Run on this Dask cluster, not by horovodrun on this machine."
-)
+@_on_cluster
 @_ranks
 @_training
 def compare(
@@ -314,6 +324,7 @@ def compare(
     lr_grid: tuple[float, ...],
     seeds: tuple[int, ...],
     cluster: str,
+    wait: float,
     out: Path,
     as_json: bool,
     virtual: bool,
@@ -321,6 +332,10 @@ def compare(
     **values: Any,
 ) -> None:
     """Compare rules fairly: each at its own learning rate, tuned on virtual ranks, then run on real ones with other seeds.
+
+    Real ranks are started by horovodrun on this machine, or on a Dask cluster. Each sleeps in a step until --step-time is over,
+    so that the runs that count are like the virtual ones. To compare on ranks that are uneven by themselves, give a --step-time
+    below that of the fastest one, and --samples as the limit.
 
     On virtual ranks, server/bsp, server/asp, server/ssp, server/dssp and server/elastic_bsp run on a parameter server, as in
     their papers.
@@ -346,12 +361,16 @@ def compare(
     texts = tuple(map(str, parse_choices(rules)))
     # Tuning needs a step time, and the runs that count are to be like it.
     base = TrainConfig(**_filled(values, virtual=True))
+    if virtual and cluster:
+        raise SpecError("virtual ranks need no cluster: leave --virtual or --cluster out.")
+    if cluster and workers is None:
+        from slackring.lab.on_dask import workers_of
+
+        workers = workers_of(cluster)
     config = CompareConfig(base, texts, _WORKERS if workers is None else workers, lr_grid, seeds, virtual=virtual)
     if launcher() is not None:
         raise SpecError(f"compare starts its own ranks; run it without {launcher()}, with --workers.")
-    if virtual and cluster:
-        raise SpecError("virtual ranks need no cluster: leave --virtual or --cluster out.")
-    launch = launch_on("dask", cluster) if cluster else launch_on("horovod")
+    launch = launch_on("dask", cluster, wait) if cluster else launch_on("horovod")
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     with Interrupt() as interrupt:
         comparison = compare_rules(config, out, launch=launch, interrupt=interrupt, say=errors.print)
@@ -603,7 +622,7 @@ def run_notebooks(
 
 
 _LIMITS = ("seconds", "samples", "rounds")
-_BESIDE_RESUME = {"resume", "checkpoint_every", "workers", "virtual", "cluster", *_LIMITS, "out", "as_json"}
+_BESIDE_RESUME = {"resume", "checkpoint_every", "workers", "virtual", "cluster", "wait", *_LIMITS, "out", "as_json"}
 
 
 def _check_resumption(rule: str | None, resume: Path | None) -> None:

@@ -78,6 +78,11 @@ def test_local_cluster_has_the_workers_of_the_file(local: Client) -> None:
     assert [(worker["nthreads"], worker["memory_limit"]) for worker in workers] == [(1, 0)] * 2
 
 
+@pytest.mark.parametrize(("name", "number"), [("local", 2), ("ssh", 2), ("slurm", 8), ("kubernetes", 4)])
+def test_a_file_says_how_many_workers_there_will_be(name: str, number: int) -> None:
+    assert clusters.workers_of(CONFIGS / f"{name}.yaml") == number
+
+
 def test_local_cluster_is_reachable_from_this_machine_only(local: Client, others: set[tuple[int, str, int]]) -> None:
     started = _listening() - others
     # here the scheduler, its dashboard and two nannies; in each of two children a worker and its metrics
@@ -92,7 +97,9 @@ def test_workers_inherit_the_settings_and_this_process_does_not_keep_them(local:
 
 
 def test_running_cluster_is_found_by_its_address_and_left_running(local: Client) -> None:
-    with sr.dask.load_cluster(local.cluster.scheduler_address) as cluster, Client(cluster) as client:
+    address = local.cluster.scheduler_address
+    assert clusters.workers_of(address) == 2
+    with sr.dask.load_cluster(address, workers=1) as cluster, Client(cluster) as client:
         assert isinstance(cluster, RunningCluster)
         assert client.submit(sum, [1, 2], pure=False).result() == 3
         assert client._repr_html_()
@@ -264,7 +271,8 @@ def test_slurm_jobs_ask_for_what_the_file_says(slurm: Path, changed: Callable[..
 def test_slurm_jobs_start_workers_that_inherit_the_settings(slurm: Path, changed: Callable[..., Path]) -> None:
     path = changed("slurm.yaml", {"interface": "lo", "cores": 2, "processes": 2, "memory": "2GiB"})
     with load_cluster(path, workers=2) as cluster, Client(cluster) as client:
-        client.wait_for_workers(2, timeout=60)
+        with sr.DaskExecutor(client, out=slurm / "runs") as executor:  # waits for all workers that were asked for
+            assert executor.size == 2
         assert [worker["nthreads"] for worker in client.scheduler_info()["workers"].values()] == [1, 1]
         assert set(client.run(dask.config.get, "distributed.scheduler.worker-ttl").values()) == {None}
         assert len(list(slurm.glob("*.pid"))) == 1

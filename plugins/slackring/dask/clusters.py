@@ -24,7 +24,7 @@ from slackring.errors import PoolError, SpecError
 if TYPE_CHECKING:
     from distributed.deploy.cluster import Cluster
 
-__all__ = ["RunningCluster", "load_cluster"]
+__all__ = ["RunningCluster", "load_cluster", "workers_of"]
 
 _CONNECT_SECONDS = 10.0
 
@@ -99,7 +99,7 @@ def load_cluster(cluster: str | Path = "", workers: int | None = None) -> Cluste
         a scheduler, ``tcp://...`` or ``tls://...``; the latter's certificates are those of Dask's own settings. Empty: workers on
         this machine, as ``cluster_configs/local.yaml`` has them.
     workers
-        How many workers to start, instead of the number in the file.
+        How many workers to start, instead of the number in the file; at an address, none are started.
 
     Returns
     -------
@@ -132,13 +132,50 @@ def load_cluster(cluster: str | Path = "", workers: int | None = None) -> Cluste
     if not str(cluster):
         return _start(_LOCAL, Path("this machine"), workers)
     if "://" in str(cluster):
-        return _find(str(cluster), workers)
+        return _find(str(cluster))
     path = Path(cluster)
     document = read(path)
     return _start_pods(document, path, workers) if "kind" in document else _start(document, path, workers)
 
 
-def _find(address: str, workers: int | None) -> RunningCluster:
+def workers_of(cluster: str | Path) -> int | None:
+    """How many workers a cluster has: those its file asks for, or those that there are at its address.
+
+    Parameters
+    ----------
+    cluster
+        As of :func:`load_cluster`.
+
+    Returns
+    -------
+    int or None
+        None if the file does not say.
+
+    Raises
+    ------
+    SpecError, PoolError
+        As of :func:`load_cluster`.
+    """
+    if "://" in str(cluster):
+        with distributed.Client(load_cluster(cluster)) as client:
+            return len(client.scheduler_info(n_workers=-1)["workers"])
+    document = read(Path(cluster)) if str(cluster) else _LOCAL
+    if "kind" in document:
+        replicas: int = document["spec"]["worker"]["replicas"]
+        return replicas
+    kwargs = document.get("kwargs", {})
+    hosts = kwargs.get("hosts") or [None]
+    number: int = kwargs.get("n_workers") or (len(hosts) - 1) * _each(kwargs)
+    return number or None
+
+
+def _each(kwargs: Mapping[str, Any]) -> int:
+    """How many workers start on each host that is reached by ssh."""
+    number: int = kwargs.get("worker_options", {}).get("n_workers", 1)
+    return number
+
+
+def _find(address: str) -> RunningCluster:
     try:
         parts = urlsplit(address)
         where = (parts.hostname or "", parts.port or 0)
@@ -146,8 +183,6 @@ def _find(address: str, workers: int | None) -> RunningCluster:
         where = ("", 0)
     if not all(where) or parts.scheme not in ("tcp", "tls"):
         raise SpecError(f"{address!r} is no address of a Dask cluster: tcp://HOST:PORT and tls://HOST:PORT are.")
-    if workers is not None:
-        raise SpecError(f"the cluster at {address} has the workers it has: leave out their number.")
     cluster = RunningCluster(address)
     context = cluster.security.get_connection_args("client").get("ssl_context")
     if parts.scheme == "tls" and context is None:
@@ -223,7 +258,7 @@ def _for_jobs(target: Any, kwargs: Mapping[str, Any], config: Mapping[str, Any],
 
 def _fewer_hosts(kwargs: Mapping[str, Any], workers: int, where: str) -> dict[str, Any]:
     """Leave out the hosts of a cluster over ssh that are not needed; the first one is the scheduler's."""
-    there, each = len(kwargs.get("hosts") or [None]) - 1, kwargs.get("worker_options", {}).get("n_workers", 1)
+    there, each = len(kwargs.get("hosts") or [None]) - 1, _each(kwargs)
     needed, rest = divmod(workers, each)
     if rest or needed > there:
         raise SpecError(

@@ -33,7 +33,8 @@ class DaskExecutor:
     client
         A ``distributed.Client``.
     num_workers
-        Ranks, each on a worker of its own; None is all workers that there are when it starts.
+        Ranks, each on a worker of its own. None is all workers: those that the client's cluster was asked for, and it waits for
+        them; at an address, and after a failure, those that there are.
     settings
         What :meth:`create_settings` gives.
     use_gpu
@@ -283,9 +284,11 @@ class DaskExecutor:
 
     async def _renew(self, modules: Bundle) -> None:
         """Start new ranks, in place of those there may be."""
+        least = len(getattr(self._client.cluster, "plan", ())) or 1
         if self._pool is not None:
             await self._pool.close()
-        self._pool = Pool(self._client, self._number, self._settings, self._use_gpu, self._environment)
+            least = 1  # a worker that has died may not come back
+        self._pool = Pool(self._client, self._number, least, self._settings, self._use_gpu, self._environment)
         await self._pool.open()
         if self._executable is not None:
             await self._pool.call(self._executable, modules, "the executable", lambda rank, event: None, keep=True)

@@ -102,7 +102,9 @@ class Pool:
     client
         A ``distributed.Client``.
     number
-        How many ranks; None is one on every worker there is.
+        How many ranks; None is one on every worker there is, once there are `least`.
+    least
+        See `number`.
     settings
         See :class:`Settings`.
     use_gpu
@@ -115,12 +117,14 @@ class Pool:
         self,
         client: Any,
         number: int | None,
+        least: int,
         settings: Settings,
         use_gpu: bool | None,
         environment: Mapping[str, str],
     ) -> None:
         self.name = f"pool-{secrets.token_hex(4)}"
-        self._client, self._number, self._settings, self._use_gpu = client, number, settings, use_gpu
+        self._client, self._number, self._least = client, number, least
+        self._settings, self._use_gpu = settings, use_gpu
         self._environment = environment
         self._secret = new_secret()
         self._members: list[_Member] = []
@@ -334,7 +338,7 @@ class Pool:
         """Those to place ranks on: free ones, if there are enough of them."""
         loop = asyncio.get_running_loop()
         began, told = loop.time(), False
-        wanted = self._number or 1
+        wanted = self._number or self._least
         while len(there := await self._workers_that_are("running")) < wanted:
             waited = loop.time() - began
             if waited > _QUIET and not told:
@@ -343,7 +347,8 @@ class Pool:
             if waited > self._settings.placement_timeout_s:
                 raise PoolError(
                     f"{wanted} workers are needed, and the cluster has {len(there)} after "
-                    f"{self._settings.placement_timeout_s:g} s; ask for fewer ranks, or scale the cluster up."
+                    f"{self._settings.placement_timeout_s:g} s; ask for fewer ranks, scale the cluster up, or wait longer "
+                    "(create_settings(placement_timeout_s=...), --wait)."
                 )
             await asyncio.sleep(_LOOK / 4)
         visited = await self._run_on(there, _visit)

@@ -51,7 +51,7 @@ def run_name(job: TrainConfig) -> str:
     return "-".join((*words.split(), f"seed{job.seed}"))
 
 
-def launcher(backend: str, cluster: str = "") -> Launch:
+def launcher(backend: str, cluster: str = "", wait: float = 100.0) -> Launch:
     """Choose where the runs of a comparison are trained.
 
     Parameters
@@ -60,6 +60,8 @@ def launcher(backend: str, cluster: str = "") -> Launch:
         ``"dask"``; ``"horovod"`` for ``horovodrun`` on this machine; or ``"virtual"``.
     cluster
         For Dask, as of :func:`slackring.lab.on_dask.dask_ranks`.
+    wait
+        Seconds to wait for a cluster's workers.
 
     Raises
     ------
@@ -84,7 +86,7 @@ def launcher(backend: str, cluster: str = "") -> Launch:
     from slackring.lab.on_dask import check_cluster, run_on_dask
 
     check_cluster(cluster)
-    return functools.partial(run_on_dask, cluster=cluster)
+    return functools.partial(run_on_dask, cluster=cluster, wait=wait)
 
 
 def require_horovod() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from slackring.dask import DaskExecutor, load_cluster
 from slackring.dask import Run as RunningRun
 from slackring.dask.cluster_files import read
+from slackring.dask.clusters import workers_of
 from slackring.dask.live import show
 from slackring.errors import DivergedError, PoolError, RankError, RingError, SlackringError
 from slackring.lab._ranks import CHECKPOINT, train_on_rank
@@ -25,7 +26,7 @@ from slackring.lab.launch import run_name
 from slackring.lab.runs import Run, git_revision, save_run, writing
 from slackring.lab.tasks import module_of
 
-__all__ = ["check_cluster", "dask_ranks", "keep_logs", "run_on_dask", "train_on_dask"]
+__all__ = ["check_cluster", "dask_ranks", "keep_logs", "run_on_dask", "train_on_dask", "workers_of"]
 
 _TICK = 0.05  # seconds between two looks at whether a run is over
 
@@ -45,7 +46,9 @@ def check_cluster(cluster: str) -> None:
 
 
 @contextmanager
-def dask_ranks(cluster: str, workers: int | None, tasks: Iterable[str], out: Path) -> Iterator[DaskExecutor]:
+def dask_ranks(
+    cluster: str, workers: int | None, tasks: Iterable[str], out: Path, wait: float
+) -> Iterator[DaskExecutor]:
     """Start ranks on a cluster, and the cluster too if a file describes it.
 
     Parameters
@@ -53,11 +56,13 @@ def dask_ranks(cluster: str, workers: int | None, tasks: Iterable[str], out: Pat
     cluster
         A file or an address, as of :func:`slackring.dask.load_cluster`; empty for this machine.
     workers
-        How many ranks; None is as many as the file has workers, or as there are at the address.
+        How many ranks; None is all workers, as of :class:`~slackring.dask.DaskExecutor`.
     tasks
         Texts of what will be trained: the user's own are sent to the ranks.
     out
         Parent of the folders that the ranks' logs go to.
+    wait
+        Seconds to wait for the workers.
 
     Yields
     ------
@@ -72,13 +77,13 @@ def dask_ranks(cluster: str, workers: int | None, tasks: Iterable[str], out: Pat
     from distributed import Client  # below the import that says what is missing
 
     modules = tuple(filter(None, map(module_of, tasks)))
-    with load_cluster(cluster, None if _is_address(cluster) else workers) as where:
+    settings = DaskExecutor.create_settings(placement_timeout_s=wait)
+    with load_cluster(cluster, workers) as where:
         try:
             client = Client(where)
         except OSError as exc:
             raise PoolError(f"no Dask scheduler answers at {where.scheduler_address}: {exc}.") from exc
-        number = workers or len(getattr(where, "plan", ())) or None
-        with client, DaskExecutor(client, number, modules=modules, out=out) as executor:
+        with client, DaskExecutor(client, workers, settings=settings, modules=modules, out=out) as executor:
             yield executor
 
 
@@ -150,7 +155,12 @@ def train_on_dask(
 
 
 def run_on_dask(
-    jobs: Sequence[TrainConfig], workers: int, folder: Path, interrupt: Interrupt, cluster: str = ""
+    jobs: Sequence[TrainConfig],
+    workers: int,
+    folder: Path,
+    interrupt: Interrupt,
+    cluster: str = "",
+    wait: float = 100.0,
 ) -> Iterator[Path | None]:
     """Train one run after another on the same ranks of a cluster.
 
@@ -158,7 +168,7 @@ def run_on_dask(
     ----------
     jobs, workers, folder, interrupt
         As of :func:`slackring.lab.launch.run_on_horovod`.
-    cluster
+    cluster, wait
         As of :func:`dask_ranks`.
 
     Yields
@@ -171,7 +181,7 @@ def run_on_dask(
     SlackringError
         As of :func:`dask_ranks` and :func:`train_on_dask`.
     """
-    with dask_ranks(cluster, workers, {job.task for job in jobs}, folder.parent) as executor:
+    with dask_ranks(cluster, workers, {job.task for job in jobs}, folder.parent, wait) as executor:
         for job in jobs:
             if interrupt.signal is not None:
                 return
