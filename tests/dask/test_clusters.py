@@ -190,6 +190,7 @@ def test_certificates_of_the_file_are_used_and_needed(
 
 
 @pytest.mark.multirank
+@pytest.mark.multirank
 def test_ranks_run_over_ssh(changed: Callable[..., Path], certificates: dict[str, str], tmp_path: Path) -> None:
     def train() -> list[float]:
         import horovod.torch as hvd
@@ -268,6 +269,7 @@ def test_slurm_jobs_ask_for_what_the_file_says(slurm: Path, changed: Callable[..
     assert given["dashboard_address"] == "127.0.0.1:0"
 
 
+@pytest.mark.multirank
 def test_slurm_jobs_start_workers_that_inherit_the_settings(slurm: Path, changed: Callable[..., Path]) -> None:
     path = changed("slurm.yaml", {"interface": "lo", "cores": 2, "processes": 2, "memory": "2GiB"})
     with load_cluster(path, workers=2) as cluster, Client(cluster) as client:

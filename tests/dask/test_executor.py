@@ -23,6 +23,8 @@ from slackring.dask.executor import DaskExecutor
 from slackring.dask.saving import save
 from slackring.errors import PoolError, RankError
 
+pytestmark = pytest.mark.multirank
+
 
 def where(word: str, times: int = 1) -> tuple[str, int, str]:
     print(f"rank {os.environ['HOROVOD_RANK']} says {word * times}")

@@ -20,6 +20,8 @@ from tests.dask.conftest import rank_processes, until
 from slackring.dask.executor import DaskExecutor
 from slackring.errors import RankError
 
+pytestmark = pytest.mark.multirank
+
 TIMES = 20
 TIMEOUT = 10.0  # seconds; what create_settings(timeout_s=) promises
 
