@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import Client
+from tests import bad_task
 from tests.dask.conftest import rank_processes, until
 
 from slackring import cli
@@ -23,29 +25,6 @@ from slackring.lab.runs import load_run
 
 pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")
 pytestmark = [pytest.mark.multirank, pytest.mark.usefixtures("nothing_left")]
-
-TASK = """
-import dataclasses
-import slackring as sr
-from slackring.lab.tasks import load_task
-
-def nan():
-    task = load_task("digits")
-    return dataclasses.replace(task, loss=lambda output, labels: task.loss(output, labels) * float("nan"))
-
-def no_model():
-    task = load_task("digits")
-    def model():
-        if sr.ring().rank == 1:
-            raise ValueError("no weights on this host")
-        return task.model()
-    return dataclasses.replace(task, model=model)
-
-def broken():
-    def loss(output, labels):
-        raise ValueError("this loss is broken")
-    return dataclasses.replace(load_task("digits"), loss=loss)
-"""
 
 Slackring = Callable[..., tuple[int, str, str]]
 
@@ -56,7 +35,7 @@ def slackring(
 ) -> Slackring:
     """Run a command on two ranks of the shared cluster, in a folder of its own; give exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad_task.py").write_text(TASK)
+    shutil.copy(bad_task.__file__, tmp_path)
 
     def call(command: str, *arguments: object) -> tuple[int, str, str]:
         where = ["--cluster", client.scheduler.address, "--workers", 2]
@@ -102,7 +81,7 @@ def test_compare_runs_all_rules_on_the_same_ranks(slackring: Slackring) -> None:
 def test_a_run_that_diverges_is_one_sentence_and_leaves_nothing(slackring: Slackring) -> None:
     code, out, err = slackring("run", "--rule", "bsp", "--task", "bad_task:nan", "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "slackring: error: the loss of rank 0 was not a finite number at its local step 0" in err
+    assert "slackring: error: the loss of rank 1 was not a finite number at its local step 20" in err
     assert not list(Path("runs").iterdir())
 
 

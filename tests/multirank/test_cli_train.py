@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import pandas as pd
 import psutil
 import pytest
+from tests import bad_task
 from tests.multirank.scripts import check_collectives
 
 import slackring as sr
@@ -36,35 +38,6 @@ LAUNCH = [
     "lo",
 ]
 TRAIN = ["-m", "slackring", "train", "--task", "digits"]
-
-TASK = """
-import dataclasses
-import slackring as sr
-import torch
-from slackring.lab.tasks import load_task
-
-def nan():
-    task = load_task("digits")
-    calls = []
-    def loss(output, labels):
-        calls.append(1)
-        bad = sr.ring().rank == 1 and len(calls) > 20
-        return task.loss(output, labels) * (float("nan") if bad else 1)
-    return dataclasses.replace(task, loss=loss)
-
-def no_model():
-    task = load_task("digits")
-    def model():
-        if sr.ring().rank == 1:
-            raise ValueError("no weights on this host")
-        return task.model()
-    return dataclasses.replace(task, model=model)
-
-def broken():
-    def loss(output, labels):
-        raise ValueError("this loss is broken")
-    return dataclasses.replace(load_task("digits"), loss=loss)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +178,7 @@ def command_of_a_rank(folder, arguments, rule):
 @pytest.fixture
 def fail(ranks, tmp_path):
     """Have the command fail on both ranks of a pool, and give what they say; all is over when a collective still works."""
-    (tmp_path / "bad_task.py").write_text(TASK)
+    shutil.copy(bad_task.__file__, tmp_path)
     pool = ranks(2)
 
     def run(*arguments, rule=("losp", "losp")):
@@ -264,7 +237,7 @@ def test_compare_runs_all_rules_on_the_same_ranks(tmp_path, monkeypatch, capsys)
 
 
 def test_ranks_that_fail_in_a_comparison_are_quoted(tmp_path, monkeypatch, capsys):
-    (tmp_path / "bad_task.py").write_text(TASK)
+    shutil.copy(bad_task.__file__, tmp_path)
     options = ["--rules", "bsp", "--seconds", "3", "--task", "bad_task:broken"]
     code, _, err = compare(tmp_path, monkeypatch, capsys, *options)
     assert code == 2
