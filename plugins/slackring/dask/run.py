@@ -86,12 +86,15 @@ class RunFolder:
             self._saving.submit(self._save, event["name"], event["content"])
 
     def close(self) -> None:
-        """Close its files, for good; waits for those that are being saved."""
+        """Take no more, and close its files; those that are being saved go on."""
         self._closed = True
-        self._saving.shutdown()
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+    def settle(self) -> None:
+        """Wait for files that are being saved."""
+        self._saving.shutdown()
 
     def _append(self, name: str, text: str) -> None:
         with self._going_on(name):
@@ -281,7 +284,8 @@ class Run:
             self._messenger.abandon()
             raise PoolError(f"{self.what}() was cancelled, and its ranks have ended.") from None
         finally:
-            await asyncio.to_thread(self._written.close)
+            self._written.close()
+            await asyncio.to_thread(self._written.settle)
             await asyncio.to_thread(self._messenger.close)
 
     @property

@@ -7,7 +7,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -150,7 +150,8 @@ def train_on_dask(
             raise SlackringError(f"{cause} The logs are in {str(running.folder)!r}.") from None
         shutil.rmtree(running.folder, ignore_errors=True)
         raise cause from None
-    shutil.rmtree(running.folder / "saved", ignore_errors=True)
+    with suppress(OSError):
+        (running.folder / "saved").rmdir()  # what the user's task has saved stays
     return _placed(run, running), running.folder
 
 
