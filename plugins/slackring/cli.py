@@ -294,7 +294,13 @@ def run(
         _tell_of_others(earlier, executor.size)
         try:
             trained, logs = train_on_dask(
-                executor, config, interrupt, checkpoints=checkpoints, earlier=earlier, console=console
+                executor,
+                config,
+                interrupt,
+                cluster=cluster,
+                checkpoints=checkpoints,
+                earlier=earlier,
+                console=console,
             )
         except BaseException:
             if folder.latest is not None:
@@ -697,7 +703,7 @@ def _console() -> Console:
     from rich.console import Console
 
     # A pipe has no width; the table should not be folded for one.
-    return Console(width=None if sys.stdout.isatty() else 120)
+    return Console(width=None if sys.stdout.isatty() else 180)
 
 
 def _open_ring(virtual: bool) -> Ring:

@@ -92,6 +92,7 @@ def train_on_dask(
     config: TrainConfig,
     interrupt: Interrupt,
     *,
+    cluster: str = "",
     checkpoints: Checkpoints | None = None,
     earlier: Earlier | None = None,
     console: Console | None = None,
@@ -106,6 +107,8 @@ def train_on_dask(
         The run.
     interrupt
         Ends it early, on all ranks after the same round.
+    cluster
+        Where it runs, as of :func:`dask_ranks`.
     checkpoints
         When to take checkpoints; what is kept is kept here. None takes none, not even at the end.
     earlier
@@ -133,7 +136,7 @@ def train_on_dask(
         file = running.folder / "saved" / CHECKPOINT
         if checkpoints is not None and file.exists():
             taken = file.replace(running.folder / CHECKPOINT)  # out of the way of the next one
-            checkpoints.keep(_placed(pickle.loads(taken.read_bytes()), running))
+            checkpoints.keep(_placed(pickle.loads(taken.read_bytes()), running, cluster))
             taken.unlink()
 
     try:
@@ -152,7 +155,7 @@ def train_on_dask(
         raise cause from None
     with suppress(OSError):
         (running.folder / "saved").rmdir()  # what the user's task has saved stays
-    return _placed(run, running), running.folder
+    return _placed(run, running, cluster), running.folder
 
 
 def run_on_dask(
@@ -187,7 +190,7 @@ def run_on_dask(
             if interrupt.signal is not None:
                 return
             try:
-                run, logs = train_on_dask(executor, job, interrupt)
+                run, logs = train_on_dask(executor, job, interrupt, cluster=cluster)
             except DivergedError:
                 yield None
                 continue
@@ -202,9 +205,10 @@ def keep_logs(logs: Path, run: Path) -> None:
         logs.rename(run / "ranks")
 
 
-def _placed(run: Run, running: RunningRun) -> Run:
+def _placed(run: Run, running: RunningRun, cluster: str) -> Run:
     """Add to what ranks know of their run what is known here."""
-    where = {"launcher": "dask", "hosts": [place.worker.hostname for place in running.places], "git": git_revision()}
+    hosts = [place.worker.hostname for place in running.places]
+    where = {"launcher": "dask", "cluster": cluster, "hosts": hosts, "git": git_revision()}
     return dataclasses.replace(run, facts={**run.facts, **where})
 
 

@@ -39,7 +39,7 @@ def table(comparison: Comparison) -> Table:
         "rounds",
         "MB to target",
     ):
-        result.add_column(header, justify="right")
+        result.add_column(header, justify="right", overflow="fold")  # no digit is left out
     for rule in comparison.config.rules:
         rows = comparison.of(rule)
         if rows:
@@ -72,7 +72,7 @@ def _spread(values: Sequence[float | None], write: Callable[[float], str]) -> st
     if len(known) < len(values):
         return f"{write(known[0])}\n{len(known)} of {len(values)} runs"
     text, low, high = write(statistics.median(known)), write(known[0]), write(known[-1])
-    return text if low == high else f"{text}\n{low}-{high}"
+    return text if low == high else f"{text}\n{low} to {high}"
 
 
 def describe_injected(config: TrainConfig) -> str:
@@ -141,6 +141,10 @@ def _where(run: Run) -> str:
     return f", on Dask workers of {', '.join(hosts)}" if hosts else ""
 
 
+def _cluster(run: Run) -> str:
+    return f" --cluster {run.facts['cluster']}" if run.facts.get("cluster") else ""
+
+
 def _staleness(run: Run) -> list[tuple[str, str]]:
     """On a parameter server, how stale its updates were."""
     if "updates" not in run.facts:
@@ -195,4 +199,6 @@ def print_run(run: Run, folder: str, console: Console) -> None:
         console.print("Interrupted: this run was cut short.", style="yellow")
         if (Path(folder) / "checkpoint").is_dir():
             command = "run" if run.facts.get("launcher") == "dask" else "train"
-            console.print(f"Go on with: slackring {command} --resume {folder}", highlight=False, soft_wrap=True)
+            console.print(
+                f"Go on with: slackring {command}{_cluster(run)} --resume {folder}", highlight=False, soft_wrap=True
+            )
