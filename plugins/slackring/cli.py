@@ -86,7 +86,8 @@ def _on_cluster(command: F) -> F:
     options = [
         click.option("--cluster", default="", metavar="FILE|ADDRESS",
                      help="Dask cluster: a file, or tcp://HOST:PORT; else this machine."),
-        click.option("--wait", type=float, default=100.0, show_default=True, help="Seconds to wait for the cluster's workers."),
+        click.option("--wait", type=click.FloatRange(0, min_open=True), default=100.0, show_default=True,
+                     help="Seconds to wait for the cluster's workers, and for ranks to start on them."),
     ]  # fmt: skip
     return _added(options, command)
 
@@ -274,7 +275,7 @@ def run(
     from slackring.lab.checkpoint import Checkpoints, RunFolder
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
-    from slackring.lab.on_dask import check_cluster, dask_ranks, keep_logs, train_on_dask, workers_of
+    from slackring.lab.on_dask import check_cluster, dask_ranks, keep_logs, train_on_dask
     from slackring.lab.runs import check_writable
     from slackring.ring.ambient import launcher
 
@@ -289,7 +290,7 @@ def run(
     folder = RunFolder(out, _new_run(config))
     checkpoints = Checkpoints(checkpoint_every, folder.keep)
     console = None if as_json else Console(stderr=True)
-    ranks = workers or (earlier.ranks if earlier is not None else workers_of(cluster) if cluster else _WORKERS)
+    ranks = workers or (earlier.ranks if earlier is not None else None if cluster else _WORKERS)
     with dask_ranks(cluster, ranks, [config.task], out, wait) as executor, Interrupt() as interrupt:
         _tell_of_others(earlier, executor.size)
         try:

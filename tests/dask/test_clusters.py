@@ -17,7 +17,7 @@ import dask
 import psutil
 import pytest
 import yaml
-from distributed import Client
+from distributed import Client, LocalCluster
 from distributed.cli import dask_worker
 from distributed.security import Security
 from tests.dask.conftest import until
@@ -107,6 +107,11 @@ def test_running_cluster_is_found_by_its_address_and_left_running(local: Client)
     assert local.submit(sum, [3, 4], pure=False).result() == 7
     with pytest.raises(RuntimeError, match="closed"):
         Client(cluster)
+
+
+def test_a_cluster_at_an_address_may_have_no_workers_yet() -> None:
+    with LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", silence_logs=50) as cluster:
+        assert clusters.workers_of(cluster.scheduler_address) is None
 
 
 def test_class_that_takes_no_number_of_workers_is_scaled(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import dask
 import distributed
@@ -24,7 +25,7 @@ from slackring.errors import PoolError, SpecError
 if TYPE_CHECKING:
     from distributed.deploy.cluster import Cluster
 
-__all__ = ["RunningCluster", "load_cluster", "workers_of"]
+__all__ = ["RunningCluster", "asked_for", "load_cluster", "workers_of"]
 
 _CONNECT_SECONDS = 10.0
 
@@ -46,6 +47,10 @@ _LOCAL: Mapping[str, Any] = {
         "distributed.scheduler.worker-ttl": None,
     },
 }
+
+
+_replicas: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Workers of clusters that cannot tell themselves."""
 
 
 class RunningCluster:
@@ -149,7 +154,7 @@ def workers_of(cluster: str | Path) -> int | None:
     Returns
     -------
     int or None
-        None if the file does not say.
+        None if the file does not say, or there are none yet.
 
     Raises
     ------
@@ -157,8 +162,11 @@ def workers_of(cluster: str | Path) -> int | None:
         As of :func:`load_cluster`.
     """
     if "://" in str(cluster):
-        with distributed.Client(load_cluster(cluster)) as client:
-            return len(client.scheduler_info(n_workers=-1)["workers"])
+        try:
+            with distributed.Client(load_cluster(cluster)) as client:
+                return len(client.scheduler_info(n_workers=-1)["workers"]) or None
+        except OSError as exc:
+            raise PoolError(f"no Dask scheduler answers at {cluster}: {exc}.") from exc
     document = read(Path(cluster)) if str(cluster) else _LOCAL
     if "kind" in document:
         replicas: int = document["spec"]["worker"]["replicas"]
@@ -167,6 +175,21 @@ def workers_of(cluster: str | Path) -> int | None:
     hosts = kwargs.get("hosts") or [None]
     number: int = kwargs.get("n_workers") or (len(hosts) - 1) * _each(kwargs)
     return number or None
+
+
+def asked_for(cluster: Any) -> int:
+    """How many workers a cluster was asked for, whether they are there or not; 0 if it cannot be told.
+
+    Parameters
+    ----------
+    cluster
+        Any of Dask's clusters, or None.
+    """
+    if cluster is None:
+        return 0
+    if hasattr(type(cluster), "job_cls"):  # jobs are what it counts, and one may start several workers
+        return len(cluster.worker_spec) * int(cluster._dummy_job.worker_processes)
+    return _replicas.get(cluster) or len(getattr(cluster, "plan", ()))
 
 
 def _each(kwargs: Mapping[str, Any]) -> int:
@@ -233,7 +256,9 @@ def _start_pods(document: Mapping[str, Any], path: Path, workers: int | None) ->
     if workers is not None:
         manifest["spec"]["worker"]["replicas"] = workers
     options = {"custom_cluster_spec": manifest, "namespace": manifest["metadata"].get("namespace"), "quiet": True}
-    return _made(lambda: target(**options), "KubeCluster", str(path))
+    cluster = _made(lambda: target(**options), "KubeCluster", str(path))
+    _replicas[cluster] = manifest["spec"]["worker"]["replicas"]
+    return cluster
 
 
 def _made(make: Callable[[], Any], name: str, where: str) -> Cluster:

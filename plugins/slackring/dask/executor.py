@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import cloudpickle
 
+from slackring.dask.clusters import asked_for
 from slackring.dask.code import Bundle, bundle, dump_call
 from slackring.dask.pool import Pool, Settings
 from slackring.dask.run import Callback, Run
@@ -123,7 +124,6 @@ class DaskExecutor:
             if executable_cls is None
             else dump_call(executable_cls, executable_args or (), executable_kwargs or {})
         )
-        self._started = True
         return self._client.sync(self._start, modules)
 
     def run(
@@ -261,6 +261,7 @@ class DaskExecutor:
     async def _start(self, modules: Bundle) -> None:
         async with self._lock():
             await self._renew(modules)
+            self._started = True
 
     async def _carry_out(
         self, run: Run, content: bytes, modules: Bundle, executable: bool, ranks: Sequence[int] | None
@@ -284,11 +285,17 @@ class DaskExecutor:
 
     async def _renew(self, modules: Bundle) -> None:
         """Start new ranks, in place of those there may be."""
-        least = len(getattr(self._client.cluster, "plan", ())) or 1
+        again = self._pool is not None and bool(self._pool.places)  # a worker that has died may not come back
         if self._pool is not None:
             await self._pool.close()
-            least = 1  # a worker that has died may not come back
-        self._pool = Pool(self._client, self._number, least, self._settings, self._use_gpu, self._environment)
+        self._pool = Pool(
+            self._client,
+            self._number,
+            (lambda: 1) if again else (lambda: asked_for(self._client.cluster) or 1),
+            self._settings,
+            self._use_gpu,
+            self._environment,
+        )
         await self._pool.open()
         if self._executable is not None:
             await self._pool.call(self._executable, modules, "the executable", lambda rank, event: None, keep=True)

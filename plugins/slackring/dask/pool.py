@@ -72,11 +72,20 @@ class _Member:
         self.modules: str | None = None
         """Digest of the user's modules that it has; None until a call brings some."""
         self.answer: asyncio.Future[Answer] | None = None
-        self.content = bytearray()
+        self._content = bytearray()
 
     @property
     def name(self) -> str:
         return f"rank {self.place.rank} on {self.place.worker}"
+
+    def take(self) -> bytes:
+        """Take the content that has come for the event that is here now."""
+        content, self._content = bytes(self._content), bytearray()
+        return content
+
+    def add(self, content: bytes) -> None:
+        """Add to what :meth:`take` gives."""
+        self._content += content
 
     def settle(self, answer: Answer) -> None:
         """Answer the call that is under way."""
@@ -102,9 +111,9 @@ class Pool:
     client
         A ``distributed.Client``.
     number
-        How many ranks; None is one on every worker there is, once there are `least`.
+        How many ranks; None is one on every worker there is, once there are as many as `least` says.
     least
-        See `number`.
+        See `number`; asked again and again, since it may change.
     settings
         See :class:`Settings`.
     use_gpu
@@ -117,7 +126,7 @@ class Pool:
         self,
         client: Any,
         number: int | None,
-        least: int,
+        least: Callable[[], int],
         settings: Settings,
         use_gpu: bool | None,
         environment: Mapping[str, str],
@@ -247,7 +256,6 @@ class Pool:
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[Answer]] = []
         for member in members:
-            member.content.clear()
             member.answer = loop.create_future()
             answers.append(member.answer)
             if member.over.done():
@@ -338,8 +346,7 @@ class Pool:
         """Those to place ranks on: free ones, if there are enough of them."""
         loop = asyncio.get_running_loop()
         began, told = loop.time(), False
-        wanted = self._number or self._least
-        while len(there := await self._workers_that_are("running")) < wanted:
+        while len(there := await self._workers_that_are("running")) < (wanted := self._number or self._least()):
             waited = loop.time() - began
             if waited > _QUIET and not told:
                 log.warning("waiting for workers: %d are needed, and the cluster has %d.", wanted, len(there))
@@ -518,18 +525,17 @@ class Pool:
             case "ready":
                 member.ready.set()
             case "content":
-                member.content += event["data"]
+                member.add(event["data"])
             case "saved":
-                self._sink(rank, {**event, "content": member.content})
-                member.content = bytearray()
+                self._sink(rank, {**event, "content": member.take()})
             case "done":
-                member.settle(Answer(rank, "done", bytes(member.content)))
+                member.settle(Answer(rank, "done", member.take()))
             case "failed":
                 member.settle(
                     Answer(
                         rank,
                         "raised",
-                        bytes(member.content),
+                        member.take(),
                         f"raised {event['error']}",
                         f"Its own traceback:\n{event['text']}",
                         event["of_peers"],
