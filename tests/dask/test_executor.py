@@ -19,7 +19,9 @@ import pytest
 from distributed import Client, LocalCluster
 from tests.dask.conftest import until
 
+import slackring.dask.executor
 from slackring.dask.executor import DaskExecutor
+from slackring.dask.run import RunFolder
 from slackring.dask.saving import save
 from slackring.errors import PoolError, RankError
 
@@ -252,6 +254,31 @@ def test_too_few_workers_are_told_in_time(client: Client, nothing_left: None) ->
     settings = DaskExecutor.create_settings(placement_timeout_s=0.5)
     with pytest.raises(PoolError, match=r"5 workers are needed, and the cluster has 4 after 0\.5 s"):
         DaskExecutor(client, 5, settings=settings).start()
+
+
+def test_all_workers_are_those_that_the_cluster_was_asked_for(
+    client: Client, nothing_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = DaskExecutor.create_settings(placement_timeout_s=5.0)
+    executor = DaskExecutor(client, settings=settings, out=tmp_path)
+    with monkeypatch.context() as more:
+        more.setattr(slackring.dask.executor, "asked_for", lambda cluster: 5)
+        more.setattr(executor, "_settings", DaskExecutor.create_settings(placement_timeout_s=0.5))
+        for _ in range(2):  # also where it has failed before
+            with pytest.raises(PoolError, match="5 workers are needed, and the cluster has 4"):
+                executor.start()
+    with executor:
+        assert executor.size == 4
+
+
+def test_the_newest_of_files_that_are_saved_fast_is_there_in_the_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for number in range(100):
+        folder.take(0, {"kind": "saved", "name": "model.pt", "content": bytes([number]) * 1000})
+    folder.close()
+    folder.settle()
+    assert (tmp_path / "run" / "saved" / "model.pt").read_bytes() == bytes([99]) * 1000
+    assert len(list((tmp_path / "run" / "saved").iterdir())) == 1
 
 
 def test_ranks_have_no_variables_of_another_launcher(executor: DaskExecutor, client: Client) -> None:

@@ -57,6 +57,7 @@ class RunFolder:
             ) from exc
         self._files: dict[str, TextIO] = {}
         self._saving = ThreadPoolExecutor(1, "slackring-saving")  # large files would keep the event loop busy
+        self._unsaved: dict[str, bytes] = {}  # the newest of each name: ranks may be faster than this disk
         self._unwritten: set[str] = set()
         self._closed = False
 
@@ -83,7 +84,8 @@ class RunFolder:
         elif event["kind"] in ("report", "warning"):
             self._append("events.jsonl", json.dumps({"rank": rank, **event}) + "\n")
         elif event["kind"] == "saved":
-            self._saving.submit(self._save, event["name"], event["content"])
+            self._unsaved[event["name"]] = event["content"]
+            self._saving.submit(self._save, event["name"])
 
     def close(self) -> None:
         """Take no more, and close its files; those that are being saved go on."""
@@ -102,7 +104,10 @@ class RunFolder:
                 self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
             self._files[name].write(text)
 
-    def _save(self, name: str, content: bytes) -> None:
+    def _save(self, name: str) -> None:
+        content = self._unsaved.pop(name, None)
+        if content is None:  # a newer one has come, and was saved
+            return
         path = self.path / "saved" / name
         unfinished = path.with_name(f".{name}")
         with self._going_on(f"saved/{name}"):
@@ -285,8 +290,15 @@ class Run:
             raise PoolError(f"{self.what}() was cancelled, and its ranks have ended.") from None
         finally:
             self._written.close()
-            await asyncio.to_thread(self._written.settle)
-            await asyncio.to_thread(self._messenger.close)
+            settling = asyncio.create_task(asyncio.to_thread(self._settle))
+            while not settling.done():
+                with contextlib.suppress(asyncio.CancelledError):  # too late: the outcome is known
+                    await asyncio.shield(settling)
+
+    def _settle(self) -> None:
+        """Wait for files and callbacks."""
+        self._written.settle()
+        self._messenger.close()
 
     @property
     def _begun(self) -> bool:

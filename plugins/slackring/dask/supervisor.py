@@ -113,7 +113,8 @@ class _Supervisor:
                 self._obey(child)
                 self._pass_on(told)
             child.end()
-            self._pass_on(told)  # what it said last
+            for _ in range(2):  # what was not passed on yet, and what it said last
+                self._pass_on(told)
             self._box.put(self._ended(child))
             while not self._box.empty and self._wanted():
                 list(self._orders())  # nobody is left to carry them out

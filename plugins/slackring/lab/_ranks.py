@@ -24,7 +24,7 @@ from slackring.stragglers import NoStraggler
 
 log = logging.getLogger("slackring")
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT = "slackring.checkpoint"
 """Name by which rank 0 of a pool saves the run so far."""
 
 

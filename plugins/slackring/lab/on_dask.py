@@ -151,10 +151,10 @@ def train_on_dask(
             raise
         if type(cause) is SlackringError:  # of the user's code, whose traceback is in a log
             raise SlackringError(f"{cause} The logs are in {str(running.folder)!r}.") from None
-        shutil.rmtree(running.folder, ignore_errors=True)
+        if _nothing_saved(running):
+            shutil.rmtree(running.folder, ignore_errors=True)
         raise cause from None
-    with suppress(OSError):
-        (running.folder / "saved").rmdir()  # what the user's task has saved stays
+    _nothing_saved(running)
     return _placed(run, running, cluster), running.folder
 
 
@@ -203,6 +203,13 @@ def keep_logs(logs: Path, run: Path) -> None:
     """Put the logs of the ranks into the run's folder, as ``ranks``."""
     with writing(run):
         logs.rename(run / "ranks")
+
+
+def _nothing_saved(running: RunningRun) -> bool:
+    """Leave what the user's task has saved by itself; tell whether there is nothing."""
+    with suppress(OSError):
+        (running.folder / "saved").rmdir()  # not if there is something in it
+    return not (running.folder / "saved").exists()
 
 
 def _placed(run: Run, running: RunningRun, cluster: str) -> Run:
