@@ -19,7 +19,8 @@ from pathlib import Path
 
 from speedup import study
 
-from slackring.lab.compare import CompareConfig, Comparison, Row, compare
+from slackring.lab.compare import compare
+from slackring.lab.comparison import CompareConfig, Comparison, Row
 from slackring.lab.config import TrainConfig
 
 SEEDS = (0, 1, 2, 3, 4)

@@ -357,8 +357,8 @@ def compare(
     from rich.console import Console
 
     from slackring.lab.choices import parse_choices
-    from slackring.lab.compare import CompareConfig
     from slackring.lab.compare import compare as compare_rules
+    from slackring.lab.comparison import CompareConfig
     from slackring.lab.config import TrainConfig
     from slackring.lab.interrupt import Interrupt
     from slackring.lab.launch import launcher as launch_on
@@ -441,7 +441,7 @@ def show(folder: Path, as_json: bool) -> None:
     Example:
       slackring show runs/20261129-211929-compare-2bba
     """
-    from slackring.lab.compare import load_comparison
+    from slackring.lab.comparison import load_comparison
     from slackring.lab.report import print_comparison, print_run
     from slackring.lab.runs import load_run
 
@@ -508,7 +508,7 @@ def demo(notebook: Path, out: Path, as_json: bool) -> None:
     Example:
       slackring demo --out runs/demo
     """
-    from slackring.lab.compare import load_comparison
+    from slackring.lab.comparison import load_comparison
     from slackring.lab.notebooks import run_notebook
     from slackring.lab.report import print_comparison
 

@@ -13,13 +13,13 @@ from rich.console import Console
 from slackring.errors import DataError, DivergedError, OutputError, SpecError
 from slackring.lab import compare as compare_module
 from slackring.lab import launch
-from slackring.lab.compare import CompareConfig, Comparison, compare, load_comparison, tune
+from slackring.lab.compare import compare, tune
+from slackring.lab.comparison import CompareConfig, Comparison, load_comparison
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
-from slackring.lab.launch import run_name
 from slackring.lab.plots import accuracy_plot, timeline_plot
 from slackring.lab.report import print_comparison, verdict
-from slackring.lab.runs import load_run
+from slackring.lab.runs import load_run, run_name
 
 BASE = TrainConfig(
     task="digits", step_time=0.1, straggler="persistent:ranks=2+3,factor=1.3+4", seconds=10.0, target=0.8, momentum=0.9

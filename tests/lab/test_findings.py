@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slackring.lab.compare import CompareConfig, Comparison, Row
+from slackring.lab.comparison import CompareConfig, Comparison, Row
 from slackring.lab.config import TrainConfig
 from slackring.lab.findings import batch_finding, finding, idle_finding, sweep_finding, window_finding
 from slackring.lab.train import train_virtual

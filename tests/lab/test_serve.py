@@ -15,7 +15,8 @@ from slackring.errors import DivergedError, RuleError, SpecError
 from slackring.lab import serve
 from slackring.lab.checkpoint import Checkpoints
 from slackring.lab.choices import parse_choice, parse_choices
-from slackring.lab.compare import CompareConfig, Comparison, compare, load_comparison
+from slackring.lab.compare import compare
+from slackring.lab.comparison import CompareConfig, Comparison, load_comparison
 from slackring.lab.config import TrainConfig
 from slackring.lab.dealt import Dealt
 from slackring.lab.interrupt import Interrupt

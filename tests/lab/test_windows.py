@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slackring.lab.compare import Row
+from slackring.lab.comparison import Row
 from slackring.lab.config import TrainConfig
 from slackring.lab.plots import batch_plot, sweep_plot, window_plot
 from slackring.lab.train import train_virtual

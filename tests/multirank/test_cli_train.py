@@ -20,7 +20,7 @@ from tests.multirank.scripts import check_collectives
 
 import slackring as sr
 from slackring import cli
-from slackring.lab.compare import load_comparison
+from slackring.lab.comparison import load_comparison
 from slackring.lab.runs import load_run
 
 pytest.importorskip("horovod", reason="Horovod is not installed: python cluster_configs/horovod/build.py")

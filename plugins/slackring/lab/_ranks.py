@@ -15,14 +15,16 @@ from slackring.errors import DivergedError, SlackringError
 from slackring.lab.checkpoint import Checkpoints, Earlier
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
-from slackring.lab.launch import EVENT, run_name
-from slackring.lab.runs import Run, save_run
+from slackring.lab.runs import Run, run_name, save_run
 from slackring.lab.train import inject, train
 from slackring.optim.ambient import slowed, stop_wish
 from slackring.ring.horovod import HorovodRing, import_horovod
 from slackring.stragglers import NoStraggler
 
 log = logging.getLogger("slackring")
+
+EVENT = "@slackring "
+"""What a line begins with by which rank 0 tells the launcher something; JSON follows."""
 
 CHECKPOINT = "slackring.checkpoint"
 """Name by which rank 0 of a pool saves the run so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from slackring.lab.compare import Comparison, Row
+from slackring.lab.comparison import Comparison, Row
 from slackring.lab.runs import Run
 from slackring.lab.windows import batches, by_rank, idle_share, windows
 

@@ -18,16 +18,14 @@ from typing import Any
 
 from slackring import errors
 from slackring.errors import DivergedError, HorovodMissingError, RingError, SlackringError, SpecError
+from slackring.lab._ranks import EVENT
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
-from slackring.lab.runs import save_run
+from slackring.lab.runs import run_name, save_run
 from slackring.lab.train import train_virtual
 from slackring.spec import nearest
 
-__all__ = ["BACKENDS", "EVENT", "Launch", "launcher", "require_horovod", "run_name", "run_on_horovod", "run_virtual"]
-
-EVENT = "@slackring "
-"""What a line begins with by which rank 0 tells the launcher something; JSON follows."""
+__all__ = ["BACKENDS", "Launch", "launcher", "require_horovod", "run_on_horovod", "run_virtual"]
 
 BACKENDS = ("dask", "horovod", "virtual")
 """What :func:`launcher` knows."""
@@ -37,18 +35,6 @@ Launch = Callable[[Sequence[TrainConfig], int, Path, Interrupt], Iterator[Path |
 
 _KEPT_LINES = 100  # the ranks' tracebacks, and what the launcher prints behind them
 _PATIENCE = 20.0  # seconds that ranks get to write their results after an interrupt
-
-
-def run_name(job: TrainConfig) -> str:
-    """Name of a run's folder inside a comparison's.
-
-    Examples
-    --------
-    >>> run_name(TrainConfig(rule="losp:k_max=16,compensation=auto", seed=3, seconds=1.0))
-    'losp-k_max_16-compensation_auto-seed3'
-    """
-    words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in job.rule.replace("=", "_"))
-    return "-".join((*words.split(), f"seed{job.seed}"))
 
 
 def launcher(backend: str, cluster: str = "", wait: float = 100.0) -> Launch:

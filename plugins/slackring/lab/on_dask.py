@@ -22,8 +22,7 @@ from slackring.lab._ranks import CHECKPOINT, train_on_rank
 from slackring.lab.checkpoint import Checkpoints, Earlier
 from slackring.lab.config import TrainConfig
 from slackring.lab.interrupt import Interrupt
-from slackring.lab.launch import run_name
-from slackring.lab.runs import Run, git_revision, save_run, writing
+from slackring.lab.runs import Run, git_revision, run_name, save_run, writing
 from slackring.lab.tasks import module_of
 
 __all__ = ["check_cluster", "dask_ranks", "keep_logs", "run_on_dask", "train_on_dask", "workers_of"]

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from slackring.lab.compare import Row
+from slackring.lab.comparison import Row
 from slackring.lab.runs import Run
 from slackring.lab.supersteps import Superstep
 from slackring.lab.timeline import HIDDEN, lanes

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from slackring.lab.compare import Comparison, Row
+from slackring.lab.comparison import Comparison, Row
 from slackring.lab.config import TrainConfig
 from slackring.lab.runs import Run
 from slackring.server import Policy

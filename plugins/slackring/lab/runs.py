@@ -36,6 +36,7 @@ __all__ = [
     "git_revision",
     "load_run",
     "new_folder",
+    "run_name",
     "save_run",
     "whole",
     "write_json",
@@ -157,6 +158,18 @@ def check_writable(out: Path) -> None:
         probe = out / f".probe-{secrets.token_hex(4)}"
         probe.mkdir()
         probe.rmdir()
+
+
+def run_name(job: TrainConfig) -> str:
+    """Name of a run's folder inside a comparison's.
+
+    Examples
+    --------
+    >>> run_name(TrainConfig(rule="losp:k_max=16,compensation=auto", seed=3, seconds=1.0))
+    'losp-k_max_16-compensation_auto-seed3'
+    """
+    words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in job.rule.replace("=", "_"))
+    return "-".join((*words.split(), f"seed{job.seed}"))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from slackring.errors import SpecError
 from slackring.lab.choices import parse_choices
-from slackring.lab.compare import CompareConfig, Comparison, Row
+from slackring.lab.comparison import CompareConfig, Comparison, Row
 from slackring.lab.config import TrainConfig
 from slackring.spec import nearest
 
@@ -60,7 +60,7 @@ class Study:
     task, workers, straggler, network, step_time, batch_size, momentum, seconds, target
         As in :class:`slackring.lab.config.TrainConfig`.
     lr_grid, tuning_runs, seeds
-        As in :class:`slackring.lab.compare.CompareConfig`.
+        As in :class:`slackring.lab.comparison.CompareConfig`.
     """
 
     rule: str
