@@ -342,7 +342,7 @@ def compare(
 
     Real ranks are started by horovodrun on this machine, or on a Dask cluster. Each sleeps in a step until --step-time is over,
     so that the runs that count are like the virtual ones. To compare on ranks that are uneven by themselves, give a --step-time
-    below that of the fastest one, and --samples as the limit.
+    below that of the fastest one, and --samples beside --seconds.
 
     On virtual ranks, server/bsp, server/asp, server/ssp, server/dssp and server/elastic_bsp run on a parameter server, as in
     their papers.
