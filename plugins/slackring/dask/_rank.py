@@ -20,7 +20,7 @@ import cloudpickle
 
 from slackring.dask.code import load_call, unpack
 from slackring.dask.relay import Relay
-from slackring.dask.saving import send_by
+from slackring.dask.saving import send_by, write_whole
 from slackring.dask.telemetry import Telemetry
 from slackring.errors import PoolError
 from slackring.optim.ambient import stop_wish
@@ -120,13 +120,7 @@ def main(pipe: int) -> int:
 def _send(supervisor: _Supervisor, folder: Path, name: str, content: bytes) -> None:
     """Send a file to the run's folder; a newer one takes the place of one that is still here."""
     file = folder / f"saved-{name}"
-    whole = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        whole.write_bytes(content)
-        os.replace(whole, file)
-    except OSError:
-        whole.unlink(missing_ok=True)
-        raise
+    write_whole(file, content)
     supervisor.tell({"kind": "saved", "name": name, "content": str(file)})
 
 

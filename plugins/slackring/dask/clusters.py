@@ -25,7 +25,7 @@ from slackring.errors import PoolError, SpecError
 if TYPE_CHECKING:
     from distributed.deploy.cluster import Cluster
 
-__all__ = ["RunningCluster", "asked_for", "load_cluster", "workers_of"]
+__all__ = ["RunningCluster", "asked_for", "connect", "load_cluster", "workers_of"]
 
 _CONNECT_SECONDS = 10.0
 
@@ -162,19 +162,30 @@ def workers_of(cluster: str | Path) -> int | None:
         As of :func:`load_cluster`.
     """
     if "://" in str(cluster):
-        try:
-            with distributed.Client(load_cluster(cluster)) as client:
-                return len(client.scheduler_info(n_workers=-1)["workers"]) or None
-        except OSError as exc:
-            raise PoolError(f"no Dask scheduler answers at {cluster}: {exc}.") from exc
+        with connect(load_cluster(cluster)) as client:
+            return len(client.scheduler_info(n_workers=-1)["workers"]) or None
     document = read(Path(cluster)) if str(cluster) else _LOCAL
     if "kind" in document:
         replicas: int = document["spec"]["worker"]["replicas"]
         return replicas
     kwargs = document.get("kwargs", {})
-    hosts = kwargs.get("hosts") or [None]
-    number: int = kwargs.get("n_workers") or (len(hosts) - 1) * _each(kwargs)
+    there, each = _hosts(kwargs)
+    number: int = kwargs.get("n_workers") or there * each
     return number or None
+
+
+def connect(cluster: Cluster | RunningCluster) -> distributed.Client:
+    """Make a client of a cluster.
+
+    Raises
+    ------
+    PoolError
+        If its scheduler does not answer.
+    """
+    try:
+        return distributed.Client(cluster)
+    except OSError as exc:
+        raise PoolError(f"no Dask scheduler answers at {cluster.scheduler_address}: {exc}.") from exc
 
 
 def asked_for(cluster: Any) -> int:
@@ -192,10 +203,9 @@ def asked_for(cluster: Any) -> int:
     return _replicas.get(cluster) or len(getattr(cluster, "plan", ()))
 
 
-def _each(kwargs: Mapping[str, Any]) -> int:
-    """How many workers start on each host that is reached by ssh."""
-    number: int = kwargs.get("worker_options", {}).get("n_workers", 1)
-    return number
+def _hosts(kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """How many hosts are reached by ssh to start workers, after the scheduler's, and how many workers start on each."""
+    return len(kwargs.get("hosts") or [None]) - 1, kwargs.get("worker_options", {}).get("n_workers", 1)
 
 
 def _find(address: str) -> RunningCluster:
@@ -283,7 +293,7 @@ def _for_jobs(target: Any, kwargs: Mapping[str, Any], config: Mapping[str, Any],
 
 def _fewer_hosts(kwargs: Mapping[str, Any], workers: int, where: str) -> dict[str, Any]:
     """Leave out the hosts of a cluster over ssh that are not needed; the first one is the scheduler's."""
-    there, each = len(kwargs.get("hosts") or [None]) - 1, _each(kwargs)
+    there, each = _hosts(kwargs)
     needed, rest = divmod(workers, each)
     if rest or needed > there:
         raise SpecError(

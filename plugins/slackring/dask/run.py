@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ from slackring.dask.board import Board
 from slackring.dask.live import Live
 from slackring.dask.placement import Place
 from slackring.dask.pool import Pool
+from slackring.dask.saving import write_whole
 from slackring.dask.site import Event
 from slackring.errors import OutputError, PoolError
 
@@ -109,15 +109,9 @@ class RunFolder:
         if content is None:  # a newer one has come, and was saved
             return
         path = self.path / "saved" / name
-        unfinished = path.with_name(f".{name}")
         with self._going_on(f"saved/{name}"):
             path.parent.mkdir(exist_ok=True)
-            try:
-                unfinished.write_bytes(content)
-                os.replace(unfinished, path)
-            except OSError:
-                unfinished.unlink(missing_ok=True)
-                raise
+            write_whole(path, content)
 
     @contextlib.contextmanager
     def _going_on(self, name: str) -> Iterator[None]:

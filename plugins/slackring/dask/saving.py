@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from slackring.errors import PoolError
 
-__all__ = ["save", "send_by"]
+__all__ = ["save", "send_by", "write_whole"]
 
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -56,3 +59,20 @@ def send_by(send: Callable[[str, bytes], object] | None) -> None:
     """Say how files leave this process, if there is a run that they belong to; whoever runs a rank does."""
     global _send
     _send = send
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file in the place of an earlier one, whole or not at all.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; nothing of it is left then.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")  # a rank may have forked
+    try:
+        part.write_bytes(content)
+        os.replace(part, file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

@@ -15,9 +15,9 @@ from rich.console import Console
 from slackring.dask import DaskExecutor, load_cluster
 from slackring.dask import Run as RunningRun
 from slackring.dask.cluster_files import read
-from slackring.dask.clusters import workers_of
+from slackring.dask.clusters import connect, workers_of
 from slackring.dask.live import show
-from slackring.errors import DivergedError, PoolError, RankError, RingError, SlackringError
+from slackring.errors import DivergedError, RankError, RingError, SlackringError
 from slackring.lab._ranks import CHECKPOINT, train_on_rank
 from slackring.lab.checkpoint import Checkpoints, Earlier
 from slackring.lab.config import TrainConfig
@@ -73,17 +73,14 @@ def dask_ranks(
     SlackringError
         If the cluster or the ranks do not start.
     """
-    from distributed import Client  # below the import that says what is missing
-
     modules = tuple(filter(None, map(module_of, tasks)))
     settings = DaskExecutor.create_settings(placement_timeout_s=wait)
-    with load_cluster(cluster, workers) as where:
-        try:
-            client = Client(where)
-        except OSError as exc:
-            raise PoolError(f"no Dask scheduler answers at {where.scheduler_address}: {exc}.") from exc
-        with client, DaskExecutor(client, workers, settings=settings, modules=modules, out=out) as executor:
-            yield executor
+    with (
+        load_cluster(cluster, workers) as where,
+        connect(where) as client,
+        DaskExecutor(client, workers, settings=settings, modules=modules, out=out) as executor,
+    ):
+        yield executor
 
 
 def train_on_dask(
@@ -150,10 +147,10 @@ def train_on_dask(
             raise
         if type(cause) is SlackringError:  # of the user's code, whose traceback is in a log
             raise SlackringError(f"{cause} The logs are in {str(running.folder)!r}.") from None
-        if _nothing_saved(running):
+        if _drop_if_empty(running.folder / "saved"):
             shutil.rmtree(running.folder, ignore_errors=True)
         raise cause from None
-    _nothing_saved(running)
+    _drop_if_empty(running.folder / "saved")
     return _placed(run, running, cluster), running.folder
 
 
@@ -162,8 +159,8 @@ def run_on_dask(
     workers: int,
     folder: Path,
     interrupt: Interrupt,
-    cluster: str = "",
-    wait: float = 100.0,
+    cluster: str,
+    wait: float,
 ) -> Iterator[Path | None]:
     """Train one run after another on the same ranks of a cluster.
 
@@ -204,11 +201,11 @@ def keep_logs(logs: Path, run: Path) -> None:
         logs.rename(run / "ranks")
 
 
-def _nothing_saved(running: RunningRun) -> bool:
-    """Leave what the user's task has saved by itself; tell whether there is nothing."""
+def _drop_if_empty(saved: Path) -> bool:
+    """Remove the folder of saved files if there is nothing in it, which would be the task's own; tell whether it is gone."""
     with suppress(OSError):
-        (running.folder / "saved").rmdir()  # not if there is something in it
-    return not (running.folder / "saved").exists()
+        saved.rmdir()
+    return not saved.exists()
 
 
 def _placed(run: Run, running: RunningRun, cluster: str) -> Run:
